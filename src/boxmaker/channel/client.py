@@ -1,0 +1,97 @@
+"""The client half of a connection: send one turn, read its frames.
+
+Source: M2b section 6.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import trio
+from attrs import frozen
+
+from boxmaker.errors import ChannelClosed, NobodyListens
+from boxmaker.proto.channel import Turn
+from boxmaker.proto.codec import JsonObject
+from boxmaker.proto.frames import (
+    CLIENT_MAX_FRAME,
+    Answer,
+    FrameDecoder,
+    decode_answer,
+    encode_request,
+    open_envelope,
+)
+
+READ_BYTES = 65536
+SOCKET_PATH_MAX_BYTES = 107
+"""Of a unix socket's path on Linux; its closing NUL is the 108th."""
+
+
+@frozen(kw_only=True)
+class Frame:
+    """One frame of loopd: its body as it came, and what it says (None: an event unknown to us)."""
+
+    body: JsonObject
+    answer: Answer | None
+    final: bool
+
+
+class TurnChannel:
+    """One connection that has sent its turn."""
+
+    def __init__(self, stream: trio.SocketStream) -> None:
+        self._stream = stream
+        self._decoder = FrameDecoder(CLIENT_MAX_FRAME)
+
+    async def receive(self) -> Frame:
+        """Give the next frame.
+
+        Raises:
+            ChannelClosed: loopd went away before its final frame.
+            BadFrame, BadRequest, UnsupportedVersion: loopd speaks another protocol.
+
+        Cancellation: safe at any point; no frame is lost.
+        """
+        while (payload := self._decoder.next_payload()) is None:
+            try:
+                data = await self._stream.receive_some(READ_BYTES)
+            except trio.BrokenResourceError as exc:
+                raise ChannelClosed() from exc
+            if not data:
+                raise ChannelClosed()
+            self._decoder.feed(data)
+        envelope = open_envelope(payload)
+        return Frame(body=envelope.body, answer=decode_answer(payload), final=envelope.final)
+
+
+@asynccontextmanager
+async def open_turn(path: Path, turn: Turn) -> AsyncIterator[TurnChannel]:
+    """Connect, send one turn, and give the channel to read from; leaving the block hangs up.
+
+    Raises:
+        NobodyListens: no daemon behind the path, or a path that is too long for a socket.
+
+    Cancellation: safe at any point; loopd cancels the turn.
+    """
+    request = encode_request(turn)
+    stream = await _connect(path)
+    try:
+        with suppress(trio.BrokenResourceError):  # refused unread: the answer is there to be received
+            await stream.send_all(request)
+        yield TurnChannel(stream)
+    finally:
+        await trio.aclose_forcefully(stream)
+
+
+async def _connect(path: Path) -> trio.SocketStream:
+    if len(os.fsencode(path)) > SOCKET_PATH_MAX_BYTES:
+        raise NobodyListens(path=path, reason=f"the path is over {SOCKET_PATH_MAX_BYTES} bytes")
+    try:
+        return await trio.open_unix_socket(path)
+    except OSError as exc:
+        reason = "no such socket" if exc.errno == errno.ENOENT else (exc.strerror or str(exc)).lower()
+        raise NobodyListens(path=path, reason=reason) from exc

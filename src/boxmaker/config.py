@@ -1,0 +1,376 @@
+"""config.toml to one frozen Config.
+
+Laws:
+* Every problem of a file is reported, one line each: file, table, key, what was found, what is allowed.
+* Nothing is created, and the server is not asked: a configuration is checked by itself.
+* Paths in the file are relative to the file.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import stat
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import attrs
+from attrs import field, frozen
+
+from boxmaker.errors import ConfigError
+
+DEFAULT_HOME = Path("/var/lib/boxmaker")
+MIN_SIZE_BYTES = 256
+
+RESERVED_REQUEST_FIELDS = {
+    "messages": "it is the session",
+    "tools": "it is the session's baseline",
+    "id_slot": "set [slots] main",
+    "cache_prompt": "boxmaker always asks for the cache",
+    "return_progress": "boxmaker always asks for progress",
+    "reasoning_budget_tokens": "set [thinking] cap",
+    "thinking_budget_tokens": "set [thinking] cap",
+    "reasoning_budget_message": "boxmaker needs its own to see that the cap fired",
+    "n": "a turn has one reply",
+    "grammar": "it would forbid tool calls",
+    "json_schema": "it would forbid tool calls",
+    "response_format": "it would forbid tool calls",
+    "tool_choice": "the model chooses",
+}
+"""Fields of a request that the client sets itself, with the reason that the owner is told."""
+
+
+def request_field_problem(name: str) -> str | None:
+    """Say why a field may not stand in `[request]`, or None."""
+    if name.startswith("stream"):
+        return "boxmaker always streams"
+    if name.startswith("reasoning_budget"):
+        return RESERVED_REQUEST_FIELDS.get(name, "set [thinking] cap")
+    return RESERVED_REQUEST_FIELDS.get(name)
+
+
+class _Bad(Exception):
+    """What was found is not allowed; the text says what is."""
+
+
+Check = Callable[[Any], Any]
+
+
+def _seconds(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not (0 < value < math.inf):
+        raise _Bad("a number > 0")
+    return value
+
+
+def _at_least(minimum: int, what: str) -> Check:
+    def check(value: object) -> int:
+        if type(value) is not int or value < minimum:
+            raise _Bad(f"{what} ≥ {minimum}")
+        return value
+
+    return check
+
+
+_count = _at_least(1, "an integer")
+_slot = _at_least(0, "an integer")
+_size = _at_least(MIN_SIZE_BYTES, "an integer number of bytes")
+
+
+def _flag(value: object) -> bool:
+    if type(value) is not bool:
+        raise _Bad("true or false")
+    return value
+
+
+def _path(value: object) -> str:
+    if type(value) is not str or not value or "\x00" in value:
+        raise _Bad("a path as text")
+    return value
+
+
+def _url(value: object) -> str:
+    allowed = _Bad('text like "http://127.0.0.1:8080" or "unix:/run/llama/llama.sock"')
+    if type(value) is not str:
+        raise allowed
+    if value.startswith("unix:"):
+        if not value.removeprefix("unix:").startswith("/"):
+            raise allowed
+        return value
+    try:
+        parts = urlsplit(value)
+        port = parts.port
+    except ValueError:
+        raise allowed from None
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or parts.query or parts.fragment:
+        raise allowed
+    if parts.username is not None or parts.password is not None:
+        raise _Bad("a url without user and password; put the key into api_key_file")
+    return value.rstrip("/")
+
+
+def _key(default: Any, check: Check) -> Any:
+    return field(default=default, metadata={"check": check})
+
+
+@frozen(kw_only=True)
+class Server:
+    """Where the owner's llama-server is; `api_key` is what `api_key_file` holds, never shown."""
+
+    url: str = field(metadata={"check": _url})
+    api_key_file: Path | None = _key(None, _path)
+    api_key: str | None = field(default=None, repr=False)
+
+
+@frozen(kw_only=True)
+class Slots:
+    """Which slots of the server are ours."""
+
+    main: int = _key(0, _slot)
+
+
+@frozen(kw_only=True)
+class Thinking:
+    """Reasoning: whether, and how many tokens a completion."""
+
+    enabled: bool = _key(True, _flag)
+    cap: int = _key(4096, _count)
+
+
+@frozen(kw_only=True)
+class Retry:
+    """How often and how fast a failed completion is tried again."""
+
+    attempts: int = _key(5, _count)
+    base_ms: float = _key(500, _seconds)
+    cap_ms: float = _key(10_000, _seconds)
+    loading_s: float = _key(600, _seconds)
+
+
+@frozen(kw_only=True)
+class Timeouts:
+    """How long the server may be silent, by phase."""
+
+    connect_s: float = _key(5, _seconds)
+    busy_s: float = _key(1800, _seconds)
+    prefill_s: float = _key(1800, _seconds)
+    stall_s: float = _key(300, _seconds)
+
+
+@frozen(kw_only=True)
+class Inference:
+    """How much one completion may send us."""
+
+    reply_max_bytes: int = _key(8_388_608, _size)
+    event_max_bytes: int = _key(4_194_304, _size)
+
+
+@frozen(kw_only=True)
+class Channel:
+    """The socket, and what its clients may do."""
+
+    socket: Path = _key(Path(), _path)
+    request_s: float = _key(10, _seconds)
+    write_timeout_s: float = _key(30, _seconds)
+    max_frame: int = _key(1_048_576, _size)
+    grace_s: float = _key(10, _seconds)
+
+
+@frozen(kw_only=True)
+class Paths:
+    """Where everything that we write is."""
+
+    home: Path = _key(Path(), _path)
+
+
+@frozen(kw_only=True)
+class Session:
+    """What is kept in memory between turns."""
+
+    memory_mib: int = _key(64, _count)
+
+
+@frozen(kw_only=True)
+class Loop:
+    """Limits of one turn."""
+
+    tool_iterations: int = _key(8, _count)
+    repeat_detection: bool = _key(True, _flag)
+    tool_result_cap: int = _key(16_384, _size)
+
+
+@frozen(kw_only=True)
+class BaselineConfig:
+    """What every session begins with; `system_set` says that the owner named the file."""
+
+    system: Path = _key(Path("system.md"), _path)
+    token_budget: int = _key(3000, _count)
+    system_set: bool = False
+
+
+@frozen(kw_only=True)
+class Config:
+    """The whole configuration; one value, passed down."""
+
+    file: Path
+    server: Server
+    request: Mapping[str, Any]
+    slots: Slots
+    thinking: Thinking
+    retry: Retry
+    timeouts: Timeouts
+    inference: Inference
+    channel: Channel
+    paths: Paths
+    session: Session
+    loop: Loop
+    baseline: BaselineConfig
+
+
+_TABLES: dict[str, type[Any]] = {
+    "server": Server,
+    "slots": Slots,
+    "thinking": Thinking,
+    "retry": Retry,
+    "timeouts": Timeouts,
+    "inference": Inference,
+    "channel": Channel,
+    "paths": Paths,
+    "session": Session,
+    "loop": Loop,
+    "baseline": BaselineConfig,
+}
+
+
+def load_config(file: Path, environ: Mapping[str, str]) -> Config:
+    """Read and check a configuration file.
+
+    `environ` gives BOXMAKER_HOME, the home when the file names none.
+
+    Raises:
+        ConfigError: with every problem found, one line each.
+    """
+    try:
+        text = file.read_bytes().decode("utf-8")
+        document = tomllib.loads(text)
+    except OSError as exc:
+        raise ConfigError(problems=(f"{file}: cannot be read: {exc.strerror}",)) from exc
+    except UnicodeDecodeError as exc:
+        raise ConfigError(problems=(f"{file}: not UTF-8 at byte {exc.start}",)) from exc
+    except tomllib.TOMLDecodeError as exc:
+        raise ConfigError(problems=(f"{file}: not TOML: {exc}",)) from exc
+    return _Reader(file, document).config(environ)
+
+
+class _Reader:
+    def __init__(self, file: Path, document: dict[str, Any]) -> None:
+        self._file = file
+        self._document = document
+        self._problems: list[str] = []
+
+    def config(self, environ: Mapping[str, str]) -> Config:
+        unknown = sorted(set(self._document) - set(_TABLES) - {"request"})
+        for name in unknown:
+            known = ", ".join(["request", *_TABLES])
+            self._say(f"[{name}]", f"unknown table; known are {known}")
+        tables = {name: self._table(name, cls) for name, cls in _TABLES.items()}
+        request = self._request()
+        key = self._api_key(tables["server"].get("api_key_file"))
+        if self._problems:
+            raise ConfigError(problems=tuple(self._problems))
+        home = tables["paths"].get("home")
+        home = self._resolve(home) if home else Path(environ.get("BOXMAKER_HOME") or DEFAULT_HOME).absolute()
+        socket = tables["channel"].get("socket")
+        tables["channel"]["socket"] = self._resolve(socket) if socket else socket_path(home)
+        tables["paths"]["home"] = home
+        tables["server"]["api_key"] = key
+        if "api_key_file" in tables["server"]:
+            tables["server"]["api_key_file"] = self._resolve(tables["server"]["api_key_file"])
+        baseline = tables["baseline"]
+        baseline["system_set"] = "system" in baseline
+        baseline["system"] = self._resolve(baseline.get("system", "system.md"))
+        made = {name: cls(**tables[name]) for name, cls in _TABLES.items()}
+        return Config(file=self._file, request=request, **made)
+
+    def _say(self, where: str, problem: str) -> None:
+        self._problems.append(f"{self._file}: {where}: {problem}")
+
+    def _resolve(self, path: str) -> Path:
+        return (self._file.parent / Path(path).expanduser()).absolute()
+
+    def _table(self, name: str, cls: type[Any]) -> dict[str, Any]:
+        raw = self._document.get(name, {})
+        if not isinstance(raw, dict):
+            self._say(f"[{name}]", f"found {raw!r}, allowed is a table")
+            return {}
+        fields = {a.name: a for a in attrs.fields(cls) if "check" in a.metadata}
+        values: dict[str, Any] = {}
+        for key, value in raw.items():
+            if key not in fields:
+                self._say(f"[{name}] {key}", f"unknown key; allowed are {', '.join(fields)}")
+                continue
+            try:
+                values[key] = fields[key].metadata["check"](value)
+            except _Bad as exc:
+                self._say(f"[{name}] {key}", f"found {value!r}, allowed is {exc}")
+        for key, attribute in fields.items():
+            if attribute.default is attrs.NOTHING and key not in raw:
+                self._say(f"[{name}] {key}", "is missing, and has no default")
+        return values
+
+    def _request(self) -> dict[str, Any]:
+        raw = self._document.get("request", {})
+        if not isinstance(raw, dict):
+            self._say("[request]", f"found {raw!r}, allowed is a table")
+            return {}
+        for key, value in raw.items():
+            problem = request_field_problem(key)
+            if problem:
+                self._say(f"[request] {key}", f"may not be set: {problem}")
+            elif not _is_json(value):
+                self._say(f"[request] {key}", f"found {value!r}, allowed is what JSON can say")
+        kwargs = raw.get("chat_template_kwargs", {})
+        if not isinstance(kwargs, dict):
+            self._say("[request] chat_template_kwargs", f"found {kwargs!r}, allowed is a table")
+        elif "enable_thinking" in kwargs:
+            self._say("[request] chat_template_kwargs.enable_thinking", "may not be set: set [thinking] enabled")
+        return raw
+
+    def _api_key(self, name: str | None) -> str | None:
+        if name is None:
+            return None
+        file = self._resolve(name)
+        where = "[server] api_key_file"
+        try:
+            with file.open("rb") as opened:
+                mode = stat.S_IMODE(os.fstat(opened.fileno()).st_mode)
+                if mode & 0o077:
+                    self._say(where, f"{file} has mode {mode:04o}, others can use it; run: chmod 600 {file}")
+                    return None
+                key = opened.read(65536).decode("utf-8").strip()
+        except OSError as exc:
+            self._say(where, f"{file} cannot be read: {exc.strerror}")
+            return None
+        except UnicodeDecodeError:
+            key = ""
+        if not key or not key.isascii() or not key.isprintable() or " " in key:
+            self._say(where, f"{file} must hold the key alone, on one line of printable ASCII")
+            return None
+        return key
+
+
+def _is_json(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(_is_json(item) for item in value.values())
+    if isinstance(value, list):
+        return all(_is_json(item) for item in value)
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, str | int)
+
+
+def socket_path(home: Path) -> Path:
+    """Where a home's socket is unless `[channel] socket` says otherwise."""
+    return home / "run" / "loop" / "loop.sock"

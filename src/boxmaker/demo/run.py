@@ -1,0 +1,184 @@
+"""`loopd demo`: the embedded server, a daemon on it, and a chat, all by command line.
+
+Laws:
+* Server and daemon run in sessions of their own: Ctrl-C reaches only the chat.
+* Each watches a pipe of ours: nothing outlives this process, however it ends.
+* A demo that runs already is used, and left running.
+
+Source: design.md section 10.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from boxmaker.errors import StartError
+
+START_S = 120.0
+"""For the model to load and the daemon to answer; it takes seconds on an idle machine."""
+STOP_S = 10.0
+POLL_S = 0.05
+
+CONFIG = """\
+# Written by `loopd demo` at each start.
+[server]
+url = {url}
+
+[request]
+temperature = 0.3
+max_tokens = 1024
+
+[thinking]
+cap = 256
+
+[channel]
+socket = {socket}
+
+[paths]
+home = {home}
+"""
+
+
+def run_demo(environ: Mapping[str, str], say: str | None) -> int:
+    """Run the demo; give the exit status of the chat.
+
+    Raises:
+        StartError: server or daemon did not start; the message names the log.
+    """
+    state = Path(environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "boxmaker-demo"
+    try:
+        state.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as exc:
+        raise StartError(message=f"{state} cannot be made: {exc.strerror}; set XDG_STATE_HOME") from exc
+    socket_file = _socket_directory(environ, state) / "loop.sock"
+    with ExitStack() as running:
+        if running.enter_context(_owned(state / "demo.lock")):
+            url = running.enter_context(_server(state / "server.log"))
+            config = state / "config.toml"
+            config.write_text(
+                CONFIG.format(url=_toml(url), socket=_toml(socket_file), home=_toml(state / "home")), "utf-8"
+            )
+            loopd = running.enter_context(_daemon(config, state / "loopd.log"))
+            _wait_for(socket_file, loopd, state / "loopd.log")
+        else:
+            _wait_for(socket_file, None, state / "loopd.log")
+        return _chat(socket_file, say)
+
+
+def _toml(value: object) -> str:
+    text = str(value).replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{text}"'
+
+
+def _socket_directory(environ: Mapping[str, str], state: Path) -> Path:
+    """A short directory that is ours alone: a socket path has 107 bytes."""
+    base = Path(environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+    mark = hashlib.sha256(os.fsencode(state)).hexdigest()[:8]
+    directory = base / f"boxmaker-demo-{os.geteuid()}-{mark}"
+    try:
+        directory.mkdir(mode=0o700, exist_ok=True)
+        found = os.lstat(directory)
+    except OSError as exc:
+        raise StartError(message=f"{directory} cannot be made: {exc.strerror}; set XDG_RUNTIME_DIR") from exc
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise StartError(message=f"{directory} is not a directory of ours with mode 0700; remove it")
+    return directory
+
+
+@contextmanager
+def _owned(file: Path) -> Iterator[bool]:
+    """Be the one demo of this home; False when another one is."""
+    fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def _child(command: list[str], log: Path, stdout: int | None) -> Iterator[subprocess.Popen[bytes]]:
+    """A child in a session of its own, with a pipe as stdin; ended when the block is left."""
+    with log.open("ab") as sink:
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=sink if stdout is None else stdout,
+            stderr=sink,
+            start_new_session=True,
+        )
+    try:
+        yield child
+    finally:
+        child.terminate()
+        try:
+            child.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+        for pipe in (child.stdin, child.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+@contextmanager
+def _server(log: Path) -> Iterator[str]:
+    with _child([sys.executable, "-m", "boxmaker.demo.server"], log, subprocess.PIPE) as child:
+        assert child.stdout is not None
+        url = child.stdout.readline().decode("utf-8").strip()
+        if not url:
+            raise StartError(message=f"the embedded server did not start; {_tail(log)}")
+        yield url
+
+
+@contextmanager
+def _daemon(config: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-m", "boxmaker.loopd", "serve", "--config", str(config), "--until-eof"]
+    with _child(command, log, None) as child:
+        yield child
+
+
+def _wait_for(path: Path, daemon: subprocess.Popen[bytes] | None, log: Path) -> None:
+    """Wait until a daemon answers on the socket."""
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        with socket.socket(socket.AF_UNIX) as probe:
+            if probe.connect_ex(os.fspath(path)) == 0:
+                return
+        if daemon is not None and daemon.poll() is not None:
+            raise StartError(message=f"loopd did not start; {_tail(log)}")
+        time.sleep(POLL_S)
+    raise StartError(message=f"no loopd answered on {path} within {START_S:.0f} s; {_tail(log)}")
+
+
+def _tail(log: Path) -> str:
+    lines = log.read_text("utf-8", "replace").splitlines()[-5:]
+    return f"the end of {log}:\n" + "\n".join(lines)
+
+
+def _chat(socket_file: Path, say: str | None) -> int:
+    """Run the chat in the foreground. Ctrl-C is its own; we only must not die of it."""
+    command = [sys.executable, "-m", "boxmaker.bxctl", "chat", "--socket", str(socket_file)]
+    if say is not None:
+        command += ["--say", say]
+    before = signal.signal(signal.SIGINT, lambda *_: None)  # a handler, not SIG_IGN: that would be inherited
+    try:
+        return subprocess.call(command)
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,305 @@
+"""Every error that boxmaker raises on purpose.
+
+    BoxmakerError                 exit 1
+    ├─ ConfigError                exit 2   the owner mends config.toml
+    ├─ ValueRefused                        a codec met a value that may not cross its boundary
+    ├─ StartError                          the daemon cannot start: home, socket, self-test
+    ├─ ChannelClosed                       client half: loopd went away in mid-answer
+    ├─ NobodyListens                       client half: no daemon behind the socket path
+    └─ WireableError                       has an ErrorCode and a detail for the channel
+       ├─ BadFrame  BadRequest  UnsupportedVersion
+       ├─ InternalError  ShuttingDown
+       ├─ NoSuchSession  SessionExists  SessionBusy
+       ├─ SessionDamaged                   a log or baseline cannot be read; nothing was changed
+       ├─ StorageError                     the disk said no; the file is as it was before
+       ├─ InferenceError                   the server failed, after the retries the policy allows
+       ├─ SessionFull                      the prompt no longer fits the slot's context
+       └─ TurnLimit                        a runaway was stopped; the session stays usable
+
+A family answers what the caller may do. An error carries fields; its text is made from them.
+Errors of httpx, os and json stop at the module that wraps the foreign thing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from attrs import define, field
+
+
+class BoxmakerError(Exception):
+    """Root of the tree; `exit_code` is the status of a command that ends with it."""
+
+    exit_code: ClassVar[int] = 1
+
+
+@define(kw_only=True)
+class ConfigError(BoxmakerError):
+    """A configuration that cannot be used; one line a problem, nothing was created."""
+
+    exit_code: ClassVar[int] = 2
+    problems: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(self.problems)
+
+
+@define(kw_only=True)
+class ValueRefused(BoxmakerError):
+    """A value that its boundary does not allow; `path` is where it stands (`$.calls[0].id`)."""
+
+    path: str
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.problem}"
+
+
+@define(kw_only=True)
+class StartError(BoxmakerError):
+    """The daemon cannot start; says what was tried and what to do."""
+
+    message: str
+
+    def __str__(self) -> str:
+        return self.message
+
+
+@define(kw_only=True)
+class NobodyListens(BoxmakerError):
+    """No daemon answers on the socket path that was tried."""
+
+    path: Path
+    reason: str
+
+    def __str__(self) -> str:
+        return (
+            f"no loopd answers on {self.path} ({self.reason}); "
+            "start it with `loopd serve`, or name its socket with --socket"
+        )
+
+
+@define(kw_only=True)
+class ChannelClosed(BoxmakerError):
+    """loopd closed the connection before its final frame; the turn was cancelled or lost."""
+
+    def __str__(self) -> str:
+        return "loopd closed the connection before the answer was complete"
+
+
+class WireableError(BoxmakerError):
+    """An error that a channel is told; `code` is one of proto.channel.ErrorCode."""
+
+    code: ClassVar[str]
+
+    def detail(self) -> dict[str, object]:
+        """What a program needs to know besides the code; always a JSON object."""
+        return {}
+
+
+@define(kw_only=True)
+class BadFrame(WireableError):
+    """Bytes that are no frame; the connection that sent them closes."""
+
+    code: ClassVar[str] = "bad_frame"
+    problem: str
+
+    def __str__(self) -> str:
+        return self.problem
+
+
+@define(kw_only=True)
+class UnsupportedVersion(WireableError):
+    """A readable frame whose `v` is not the integer 1."""
+
+    code: ClassVar[str] = "unsupported_version"
+    found: str
+
+    def __str__(self) -> str:
+        return f"this loopd speaks protocol version 1, the frame says v = {self.found}"
+
+    def detail(self) -> dict[str, object]:
+        return {"supported": [1]}
+
+
+@define(kw_only=True)
+class BadRequest(WireableError):
+    """A readable frame that asks for nothing this daemon knows."""
+
+    code: ClassVar[str] = "bad_request"
+    path: str
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.problem}"
+
+    def detail(self) -> dict[str, object]:
+        return {"path": self.path}
+
+
+@define(kw_only=True)
+class InternalError(WireableError):
+    """A fault of boxmaker itself; what was acknowledged is in the log."""
+
+    code: ClassVar[str] = "internal"
+    message: str
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class ShuttingDown(WireableError):
+    """The daemon ends; the turn was cancelled, or not begun."""
+
+    code: ClassVar[str] = "shutting_down"
+
+    def __str__(self) -> str:
+        return "loopd is shutting down"
+
+
+@define(kw_only=True)
+class NoSuchSession(WireableError):
+    """`resume: true` for a session that does not exist."""
+
+    code: ClassVar[str] = "no_such_session"
+    session: str
+
+    def __str__(self) -> str:
+        return f"there is no session {self.session}"
+
+    def detail(self) -> dict[str, object]:
+        return {"session": self.session}
+
+
+@define(kw_only=True)
+class SessionExists(WireableError):
+    """`resume: false` for a session that exists."""
+
+    code: ClassVar[str] = "session_exists"
+    session: str
+
+    def __str__(self) -> str:
+        return f"session {self.session} exists already"
+
+    def detail(self) -> dict[str, object]:
+        return {"session": self.session}
+
+
+@define(kw_only=True)
+class SessionBusy(WireableError):
+    """Another turn (or a command that mends the log) has the session."""
+
+    code: ClassVar[str] = "session_busy"
+    session: str
+
+    def __str__(self) -> str:
+        return f"session {self.session} is busy with another turn"
+
+    def detail(self) -> dict[str, object]:
+        return {"session": self.session}
+
+
+@define(kw_only=True)
+class SessionDamaged(WireableError):
+    """A log or baseline that cannot be read; `line` counts from 1, 0 is the file as a whole."""
+
+    code: ClassVar[str] = "session_damaged"
+    file: Path
+    line: int
+    problem: str
+
+    def __str__(self) -> str:
+        where = f"{self.file}:{self.line}" if self.line else str(self.file)
+        return f"{where}: {self.problem}"
+
+    def detail(self) -> dict[str, object]:
+        return {"file": str(self.file), "line": self.line}
+
+
+@define(kw_only=True)
+class StorageError(WireableError):
+    """The disk said no; what was on it before is unchanged."""
+
+    code: ClassVar[str] = "storage"
+    action: str
+    file: Path
+    reason: str
+
+    def __str__(self) -> str:
+        return f"cannot {self.action} {self.file}: {self.reason}"
+
+    def detail(self) -> dict[str, object]:
+        return {"file": str(self.file), "action": self.action}
+
+
+InferenceKind = Literal[
+    "connect",  # refused, reset or closed before the response headers
+    "http",  # a status that is not 200, or an error object inside a 200
+    "broken",  # the stream ended before its end
+    "stall",  # no delta within stall_s after the first one
+    "prefill",  # no first delta within prefill_s
+    "foreign",  # JSON or HTML where a stream was expected
+    "limit",  # a limit of ours: reply_max_bytes, event_max_bytes, busy_s
+]
+
+
+@define(kw_only=True)
+class InferenceError(WireableError):
+    """One try of a completion, or the completion as a whole, failed.
+
+    `status` is the HTTP status, or the `code` of an error inside the stream. `error_type`,
+    `error_code` and `server_message` are the server's own words. `retry_after` is the raw header.
+    """
+
+    code: ClassVar[str] = "inference"
+    kind: InferenceKind
+    message: str
+    status: int | None = None
+    server_message: str = ""
+    error_type: str | None = None
+    error_code: str | None = None
+    retry_after: str | None = None
+    limit: str | None = None
+    attempts: int = field(default=1)
+
+    def __str__(self) -> str:
+        return self.message
+
+    def detail(self) -> dict[str, object]:
+        found: dict[str, object] = {}
+        if self.status is not None:
+            found["status"] = self.status
+        if self.limit is not None:
+            found["limit"] = self.limit
+        if self.attempts > 1:
+            found["attempts"] = self.attempts
+        return found
+
+
+@define(kw_only=True)
+class SessionFull(WireableError):
+    """The server says that the prompt does not fit; nothing was appended for that request."""
+
+    code: ClassVar[str] = "session_full"
+    message: str
+
+    def __str__(self) -> str:
+        return f"the session no longer fits the server's context: {self.message}"
+
+
+@define(kw_only=True)
+class TurnLimit(WireableError):
+    """A limit ended the turn; what was appended stays and every call has a result."""
+
+    code: ClassVar[str] = "turn_limit"
+    limit: Literal["tool_iterations", "repeat_detection"]
+    value: int
+
+    def __str__(self) -> str:
+        if self.limit == "tool_iterations":
+            return f"the turn was ended after {self.value} rounds of tool calls ([loop] tool_iterations)"
+        return "the turn was ended because the model repeated the same tool calls ([loop] repeat_detection)"
+
+    def detail(self) -> dict[str, object]:
+        return {"limit": self.limit, "value": self.value}

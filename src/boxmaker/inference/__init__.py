@@ -1,0 +1,1 @@
+"""One llama-server: requests, streams, retries, the slot gate, cache accounting."""

@@ -1,0 +1,55 @@
+"""Did the server still have what it had? A judgement from its own figures; pure.
+
+Source: design.md section 7; measured exact for a token extension (`../shared/llama-server.md`, 2 and 6).
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from attrs import frozen
+
+
+@frozen(kw_only=True)
+class TokenFigures:
+    """What the server said of one completion: tokens from the cache, read, generated."""
+
+    cache_n: int | None
+    prompt_n: int | None
+    predicted_n: int | None
+
+
+@frozen
+class Hit:
+    """Everything that could be in the cache was."""
+
+
+@frozen(kw_only=True)
+class Loss:
+    """`got` tokens were in the cache, `expected` could have been."""
+
+    expected: int
+    got: int
+
+
+@frozen
+class Unknown:
+    """A figure that the judgement needs is missing."""
+
+
+CacheOutcome: TypeAlias = Hit | Loss | Unknown
+
+
+def cache_outcome(previous: TokenFigures, current: TokenFigures) -> CacheOutcome:
+    """Compare two consecutive completions of a session.
+
+    After a completion the slot holds all its tokens but the last one sampled, so the next request,
+    which extends them, should find `cache_n + prompt_n + predicted_n - 1` of them.
+    """
+    figures = (previous.cache_n, previous.prompt_n, previous.predicted_n)
+    if None in figures or current.cache_n is None:
+        return Unknown()
+    expected = sum(n for n in figures if n is not None) - 1
+    if current.cache_n < expected:
+        return Loss(expected=expected, got=current.cache_n)
+    return Hit()

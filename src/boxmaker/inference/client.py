@@ -1,0 +1,420 @@
+"""The HTTP client of one llama-server: completions, their retries, and probes.
+
+Laws:
+* One request in flight per slot, and none to a slot that somebody else is seen to use.
+* One connection per request: the server closes after each stream although it says keep-alive.
+* Every deadline is Trio's; httpx has none. Time spent on a slow channel does not count against the server.
+* A stream is left by reading to its end or by cancelling, never by dropping a generator.
+
+This is the only module that imports httpx. Source: design.md section 7; `../shared/llama-server.md`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import Any, Literal
+
+import httpx
+import trio
+from attrs import frozen
+
+from boxmaker.config import Config
+from boxmaker.errors import InferenceError
+from boxmaker.inference.completion import Completion, CompletionAssembler, error_of, one_line
+from boxmaker.inference.request import ChatRequest
+from boxmaker.inference.retry import GiveUp, RetryPolicy, is_loading
+from boxmaker.inference.slots import SlotGate, SlotHold
+from boxmaker.inference.sse import SseDecoder
+from boxmaker.log import log_event
+from boxmaker.proto.chat import ChatEvent, Content, Queued, Reasoning, Retrying, ToolCallDelta, Waiting
+
+Emit = Callable[[Sequence[ChatEvent]], Awaitable[None]]
+"""Takes all events of one network read, in order; may wait for a slow channel."""
+
+AFTER_FINISH_S = 5.0
+"""How long usage, timings and [DONE] are waited for once the reply is whole."""
+LOOK_S = 5.0
+"""A server that does not answer GET /slots within this is busy (it answers while it decodes)."""
+LOADING_LOOK_S = 1.0
+BUSY_LOOKS_S = (0.05, 0.2)
+"""The first waits between looks; then one a second: faster would starve the server's own disconnect check."""
+BUSY_LOOK_S = 1.0
+ERROR_BODY_MAX_BYTES = 65536
+ERROR_BODY_S = 5.0
+PROBE_MAX_BYTES = 64 * 1024 * 1024
+NO_SLOTS_STATUSES = (401, 403, 404, 405, 501)
+
+
+@frozen(kw_only=True)
+class Look:
+    """What one look at the slot gave; `error` when the server could not be asked."""
+
+    state: Literal["idle", "busy", "failed"]
+    error: InferenceError | None = None
+
+
+@frozen(kw_only=True)
+class Answer:
+    """A whole response: its status, the JSON of its body (None when it is none)."""
+
+    status: int
+    value: Any
+    retry_after: str | None
+
+    def error(self) -> InferenceError:
+        """The answer as an error, for statuses other than 200."""
+        return error_of(self.status, self.value, self.retry_after)
+
+
+class Client:
+    """The owner's llama-server, shared by all turns of the daemon.
+
+    `uniform` and `now_s` are the sources of jitter and of the date for Retry-After. Use it as an
+    async context manager; it has no connection open between requests.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        uniform: Callable[[float, float], float] = random.uniform,
+        now_s: Callable[[], float] = time.time,
+    ) -> None:
+        self._config = config
+        self._uniform = uniform
+        self._now_s = now_s
+        self._gates: dict[int, SlotGate] = {}
+        self._looks = True
+        url = config.server.url
+        unix = url.removeprefix("unix:") if url.startswith("unix:") else None
+        headers = {"Connection": "close", "Accept-Encoding": "identity"}
+        if config.server.api_key is not None:
+            headers["Authorization"] = f"Bearer {config.server.api_key}"
+        transport = httpx.AsyncHTTPTransport(
+            uds=unix,
+            trust_env=False,
+            verify=url.startswith("https:"),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+        )
+        self._http = httpx.AsyncClient(
+            transport=transport,
+            base_url="http://llama-server" if unix else url,
+            headers=headers,
+            timeout=None,
+            trust_env=False,
+            follow_redirects=False,
+        )
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._http.aclose()
+
+    def hold(self, slot: int) -> SlotHold:
+        """A place at the slot's gate, not taken yet; the turn takes it and gives it back."""
+        return SlotHold(self._gates.setdefault(slot, SlotGate()))
+
+    # -- probes ------------------------------------------------------------------------------
+
+    async def ask(self, method: str, path: str, body: Any = None) -> Answer:
+        """Send one request and read the whole answer.
+
+        Raises:
+            InferenceError: kind `connect` (also for a connection lost in mid-answer), `limit`.
+
+        Cancellation: safe at any point; the connection is closed. There is no deadline here.
+        """
+        content = None if body is None else json.dumps(body, ensure_ascii=False).encode("utf-8")
+        headers = {} if content is None else {"Content-Type": "application/json"}
+        try:
+            async with self._http.stream(method, path, content=content, headers=headers) as response:
+                raw = await _read(response, PROBE_MAX_BYTES)
+        except httpx.HTTPError as exc:
+            raise _transport_error("connect", exc) from exc
+        return Answer(
+            status=response.status_code,
+            value=_json_or_text(raw, response.headers.get("content-type", "")),
+            retry_after=response.headers.get("retry-after"),
+        )
+
+    async def look(self, slot: int) -> Look:
+        """Ask `/slots` whether the slot is free.
+
+        A server that has no `/slots`, or not this slot in it, turns the looking off for the
+        process; then every answer is `idle`. It never raises for what the server does.
+
+        Cancellation: safe at any point.
+        """
+        if not self._looks:
+            return Look(state="idle")
+        answer = None
+        try:
+            with trio.move_on_after(LOOK_S):
+                answer = await self.ask("GET", "/slots")
+        except InferenceError as exc:
+            return Look(state="failed", error=exc)
+        if answer is None:
+            return Look(state="busy")
+        if answer.status == 200:
+            for entry in answer.value if isinstance(answer.value, list) else ():
+                if isinstance(entry, dict) and entry.get("id") == slot and type(entry.get("is_processing")) is bool:
+                    return Look(state="busy" if entry["is_processing"] else "idle")
+        elif answer.status not in NO_SLOTS_STATUSES:
+            return Look(state="failed", error=answer.error())
+        self._looks = False
+        log_event("slot_check_off", slot=slot, status=answer.status)
+        return Look(state="idle")
+
+    # -- completions -------------------------------------------------------------------------
+
+    async def chat(self, request: ChatRequest, emit: Emit) -> Completion:
+        """Make one try of one completion; the caller holds the slot's gate.
+
+        Raises:
+            InferenceError: the try failed; what was emitted is void.
+
+        Cancellation: safe at any point; the connection is closed, which frees the server's slot.
+        """
+        return await _Try(self._http, self._config, request, emit).run()
+
+    async def chat_with_retry(
+        self, request: ChatRequest, hold: SlotHold, emit: Emit, first_look: Look | None = None
+    ) -> Completion:
+        """Make one completion, with every try that the policy allows.
+
+        Takes `hold` if it is not taken, gives it back while it backs off or the model loads, and
+        returns or raises with whatever state it has then: the turn gives it back. `first_look` is
+        a look at the slot that was made after the gate was taken.
+
+        Raises:
+            InferenceError: the last failure, with the number of tries.
+
+        Cancellation: safe at any point; nothing of the completion is left on the server.
+        """
+        policy = RetryPolicy(self._config.retry, self._uniform, self._now_s)
+        loading_since: float | None = None
+
+        async def on_ahead(ahead: int) -> None:
+            await emit([Queued(ahead=ahead)])
+
+        while True:
+            await hold.take(on_ahead)
+            try:
+                await self._until_idle(request.slot, emit, first_look)
+                return await self.chat(request, emit)
+            except InferenceError as error:
+                first_look = None
+                if is_loading(error):
+                    now = trio.current_time()
+                    if loading_since is None:
+                        loading_since = now
+                        await emit([Waiting(slot_busy=False)])
+                    if now - loading_since >= self._config.retry.loading_s:
+                        raise
+                    hold.give_back()
+                    await trio.sleep(LOADING_LOOK_S)
+                    continue
+                loading_since = None
+                decision = policy.failed(error)
+                if isinstance(decision, GiveUp):
+                    error.attempts = policy.tries
+                    raise
+                await emit([Retrying(attempt=policy.tries + 1, after_ms=decision.after_ms, error=str(error))])
+                log_event(
+                    "retrying",
+                    attempt=policy.tries + 1,
+                    after_ms=decision.after_ms,
+                    kind=error.kind,
+                    status=error.status,
+                )
+                hold.give_back()
+                await trio.sleep(decision.after_ms / 1000)
+
+    async def _until_idle(self, slot: int, emit: Emit, look: Look | None) -> None:
+        """Wait, gate in hand, for somebody else to leave the slot."""
+        began = trio.current_time()
+        waits = iter(BUSY_LOOKS_S)
+        told = False
+        while True:
+            if look is None:
+                look = await self.look(slot)
+            if look.error is not None:
+                raise look.error
+            if look.state == "idle":
+                return
+            if not told:
+                told = True
+                await emit([Waiting(slot_busy=True)])
+            left = self._config.timeouts.busy_s - (trio.current_time() - began)
+            if left <= 0:
+                raise InferenceError(
+                    kind="limit",
+                    limit="busy_s",
+                    message=f"slot {slot} was busy with somebody else's request for {self._config.timeouts.busy_s} s",
+                )
+            await trio.sleep(min(left, next(waits, BUSY_LOOK_S)))
+            look = None
+
+
+class _Try:
+    """One POST and its stream."""
+
+    def __init__(self, http: httpx.AsyncClient, config: Config, request: ChatRequest, emit: Emit) -> None:
+        self._http = http
+        self._timeouts = config.timeouts
+        self._request = request
+        self._emit = emit
+        self._event_max_bytes = config.inference.event_max_bytes
+        self._decoder = SseDecoder(self._event_max_bytes)
+        self._assembler = CompletionAssembler(
+            thinking_cap=config.thinking.cap, reply_max_bytes=config.inference.reply_max_bytes
+        )
+        self._scope = trio.CancelScope()
+        self._phase: Literal["connect", "prefill", "stall", "finished"] = "connect"
+        self._processed = -1
+
+    async def run(self) -> Completion:
+        headers_seen = False
+        self._wait("connect", self._timeouts.connect_s)
+        with self._scope:
+            try:
+                async with self._http.stream(
+                    "POST",
+                    "/v1/chat/completions",
+                    content=self._request.body,
+                    headers={"Content-Type": "application/json", "Accept": "text/event-stream"},
+                    extensions={"trace": self._connected},
+                ) as response:
+                    headers_seen = True
+                    if response.status_code != 200:
+                        raise await self._refusal(response)
+                    await self._stream(response)
+            except httpx.HTTPError as exc:
+                if not self._assembler.finished:
+                    raise _transport_error("broken" if headers_seen else "connect", exc) from exc
+        if self._scope.cancelled_caught and not self._assembler.finished:
+            raise self._timed_out()
+        return self._assembler.completion()
+
+    def _wait(self, phase: Literal["connect", "prefill", "stall", "finished"], seconds: float) -> None:
+        self._phase = phase
+        self._scope.deadline = trio.current_time() + seconds
+
+    async def _connected(self, name: str, _: Any) -> None:
+        """httpcore's trace: once the connection stands, the wait is for the first delta."""
+        if name in ("connection.connect_tcp.complete", "connection.connect_unix_socket.complete"):
+            self._wait("prefill", self._timeouts.prefill_s)
+
+    async def _stream(self, response: httpx.Response) -> None:
+        chunks = response.aiter_bytes()
+        try:
+            async for chunk in chunks:
+                await self._take(chunk)
+                if self._assembler.done or self._assembler.over_cap:
+                    return
+                if len(self._decoder.foreign or b"") >= self._event_max_bytes:
+                    break
+        finally:
+            await _leave(chunks)
+        if self._decoder.foreign is not None:
+            raise _foreign(self._decoder.foreign, response.headers.get("content-type", ""))
+        events: list[ChatEvent] = []
+        for event in self._decoder.eof():
+            events += self._assembler.feed(event)
+        if events:
+            await self._emit(events)
+        self._assembler.eof()
+
+    async def _take(self, chunk: bytes) -> None:
+        assembler = self._assembler
+        events: list[ChatEvent] = []
+        for event in self._decoder.feed(chunk):
+            events += assembler.feed(event)
+        if assembler.finished:
+            if self._phase != "finished":
+                self._wait("finished", AFTER_FINISH_S)
+        elif assembler.begun:
+            if any(isinstance(event, Content | Reasoning | ToolCallDelta) for event in events):
+                self._wait("stall", self._timeouts.stall_s)
+        elif assembler.processed > self._processed:
+            self._processed = assembler.processed
+            self._wait("prefill", self._timeouts.prefill_s)
+        if events:
+            left = self._scope.deadline - trio.current_time()
+            self._scope.deadline = float("inf")
+            await self._emit(events)
+            self._scope.deadline = trio.current_time() + left
+
+    async def _refusal(self, response: httpx.Response) -> InferenceError:
+        self._scope.deadline = trio.current_time() + ERROR_BODY_S
+        raw = await _read(response, ERROR_BODY_MAX_BYTES)
+        value = _json_or_text(raw, response.headers.get("content-type", ""))
+        return error_of(response.status_code, value, response.headers.get("retry-after"))
+
+    def _timed_out(self) -> InferenceError:
+        timeouts = self._timeouts
+        if self._phase == "connect":
+            return InferenceError(kind="connect", message=f"no connection to the server within {timeouts.connect_s} s")
+        if self._phase == "stall":
+            return InferenceError(
+                kind="stall", limit="stall_s", message=f"the server sent nothing new for {timeouts.stall_s} s"
+            )
+        return InferenceError(
+            kind="prefill", limit="prefill_s", message=f"the server began no reply within {timeouts.prefill_s} s"
+        )
+
+
+async def _read(response: httpx.Response, limit_bytes: int) -> bytes:
+    """Read a body to its end or to the limit."""
+    raw = bytearray()
+    chunks = response.aiter_bytes()
+    try:
+        async for chunk in chunks:
+            raw += chunk
+            if len(raw) >= limit_bytes:
+                break
+    finally:
+        await _leave(chunks)
+    return bytes(raw[:limit_bytes])
+
+
+async def _leave(chunks: AsyncIterator[bytes]) -> None:
+    """Unwind httpx's nested generators by one step inside a cancelled scope.
+
+    `aclose` would close the outermost alone and strand those below it for the garbage collector.
+    """
+    with trio.CancelScope() as scope:
+        scope.cancel()
+        async for _ in chunks:
+            pass
+
+
+def _transport_error(kind: Literal["connect", "broken"], exc: httpx.HTTPError) -> InferenceError:
+    what = "cannot reach the server" if kind == "connect" else "the connection broke in the middle of the reply"
+    reason = one_line(str(exc)) or type(exc).__name__
+    return InferenceError(kind=kind, message=f"{what}: {reason}")
+
+
+def _json_or_text(raw: bytes, content_type: str) -> Any:
+    text = raw.decode("utf-8", "replace")
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        kind = content_type.partition(";")[0].strip()
+        return f"{kind or 'no content type'}: {one_line(text) or 'an empty body'}"
+
+
+def _foreign(raw: bytes, content_type: str) -> InferenceError:
+    """Say what came where a stream was expected."""
+    value = _json_or_text(raw, content_type)
+    if isinstance(value, dict) and value.get("error") is not None:
+        return error_of(200, value["error"])
+    kind = one_line(content_type.partition(";")[0]) or "no content type"
+    return InferenceError(kind="foreign", message=f"the server sent {kind} where an event stream was expected")

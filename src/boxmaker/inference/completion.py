@@ -1,0 +1,390 @@
+"""Chunks of one stream to ChatEvents and one Completion; sans-IO.
+
+Laws:
+* The Completion holds what the server sent: strings joined, a field None when no string came for
+  it. Only lone surrogates and NUL become U+FFFD.
+* `finish_reason` is the end; after it only figures are read. `[DONE]` after a delta is an end too.
+* Whatever a chunk holds, the outcome is events, an end, or an InferenceError.
+
+Source: design.md section 7; `../shared/cases/03`, `06`, `09`, `19`, `27`, `38`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, Literal
+
+from attrs import define, field, frozen
+
+from boxmaker.errors import InferenceError
+from boxmaker.inference.sse import SseEvent
+from boxmaker.proto.chat import ChatEvent, Content, Progress, Reasoning, ThinkingCapped, ToolCall, ToolCallDelta
+
+BUDGET_MESSAGE = "[The thinking budget is used up. I answer now.]"
+"""Forced by the server at the end of reasoning when the cap fires; finding it is how we know."""
+CAP_MARGIN_TOKENS = 256
+"""How far over the cap a server that ignores the budget may go before we hang up."""
+
+_UNCLEAN = re.compile("[\ud800-\udfff\x00]")
+_PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
+REPLACEMENT = "\ufffd"
+
+
+def clean_text(text: str) -> str:
+    """Replace NUL and lone surrogates with U+FFFD; halves that make a pair become their character."""
+    if not _UNCLEAN.search(text):
+        return text
+    paired = _PAIR.sub(lambda m: m[0].encode("utf-16", "surrogatepass").decode("utf-16"), text)
+    return _UNCLEAN.sub(REPLACEMENT, paired)
+
+
+@define
+class _Text:
+    """One field of the reply: the pieces, and a high surrogate that waits for its other half."""
+
+    pieces: list[str] = field(factory=list)
+    waiting: str = ""
+
+    def add(self, text: str) -> str:
+        if self.waiting or _UNCLEAN.search(text):
+            text = self.waiting + text
+            self.waiting = ""
+            if text and "\ud800" <= text[-1] <= "\udbff":
+                self.waiting, text = text[-1], text[:-1]
+            text = clean_text(text)
+        self.pieces.append(text)
+        return text
+
+    def joined(self) -> str | None:
+        if self.waiting:
+            self.pieces.append(REPLACEMENT)
+            self.waiting = ""
+        return "".join(self.pieces) if self.pieces else None
+
+
+@define
+class _Call:
+    """One call in the making."""
+
+    id: str = ""
+    name: _Text = field(factory=_Text)
+    arguments: _Text = field(factory=_Text)
+
+
+@frozen(kw_only=True)
+class Completion:
+    """One whole reply.
+
+    `cut` is `length` when the server stopped at a limit, `thinking_cap` when we closed the stream.
+    Figures are tokens, None when the server sent none. `model` is the stream's own word.
+    """
+
+    content: str | None
+    reasoning_content: str | None
+    tool_calls: tuple[ToolCall, ...]
+    cut: Literal["length", "thinking_cap"] | None
+    cache_n: int | None
+    prompt_n: int | None
+    predicted_n: int | None
+    reasoning_tokens: int
+    thinking_capped: bool
+    model: str | None
+
+
+class CompletionAssembler:
+    """Assemble one completion from the events of its stream.
+
+    `thinking_cap` is in tokens, `reply_max_bytes` counts the UTF-8 of all fields together.
+    """
+
+    def __init__(self, *, thinking_cap: int, reply_max_bytes: int) -> None:
+        self._hang_up_at = thinking_cap + CAP_MARGIN_TOKENS
+        self._room_bytes = reply_max_bytes
+        self._reply_max_bytes = reply_max_bytes
+        self._content = _Text()
+        self._reasoning = _Text()
+        self._calls: list[_Call] = []
+        self._by_index: dict[int, int] = {}
+        self._reasoning_tokens = 0
+        self._capped = False
+        self._told_capped = False
+        self._cap_window = ""
+        self._finish_reason: str | None = None
+        self._usage: dict[str, Any] = {}
+        self._timings: dict[str, Any] = {}
+        self._model: str | None = None
+        self.begun = False
+        """A delta has come: the wait is for the next one (stall), no longer for the first (prefill)."""
+        self.processed = -1
+        """Prompt tokens read so far by the last progress report; -1 before the first."""
+        self.finished = False
+        """The reply is whole; only figures may still come."""
+        self.done = False
+        """Nothing more is wanted of the stream."""
+        self.over_cap = False
+        """The server ignores the thinking budget: the caller must close the connection now."""
+
+    def feed(self, event: SseEvent) -> list[ChatEvent]:
+        """Take one event, give what it says.
+
+        Raises:
+            InferenceError: an error in whatever form, a chunk that is no JSON object, or a reply
+                over `reply_max_bytes`. What was given before is void.
+        """
+        if self.done or self.over_cap:
+            return []
+        data = event.data
+        if event.name == "error":
+            if self.finished:
+                return []
+            raise error_of(200, _parsed(data))
+        if data.strip() == "[DONE]":
+            self.done = True
+            self.finished = self.finished or self.begun
+            return self._end_of_reasoning() if self.finished else []
+        if not data.strip():
+            return []
+        try:
+            chunk = json.loads(data)
+        except (ValueError, RecursionError) as exc:
+            raise InferenceError(kind="broken", message=f"the server sent a chunk that is not JSON: {exc}") from exc
+        if not isinstance(chunk, dict):
+            raise InferenceError(kind="broken", message="the server sent a chunk that is no JSON object")
+        return self._chunk(chunk)
+
+    def _chunk(self, chunk: dict[str, Any]) -> list[ChatEvent]:
+        if chunk.get("error") is not None and not self.finished:
+            raise error_of(200, chunk["error"])
+        if isinstance(chunk.get("usage"), dict):
+            self._usage = chunk["usage"]
+        if isinstance(chunk.get("timings"), dict):
+            self._timings = chunk["timings"]
+        if self._model is None and isinstance(chunk.get("model"), str):
+            self._model = clean_text(chunk["model"])
+        if self.finished:
+            return []
+        events: list[ChatEvent] = []
+        if "prompt_progress" in chunk:
+            self._progress(chunk["prompt_progress"], events)
+        choices = chunk.get("choices")
+        if isinstance(choices, list) and choices and isinstance(choices[0], dict):
+            choice = choices[0]
+            delta = choice.get("delta")
+            if isinstance(delta, dict):
+                self._delta(delta, events)
+            reason = choice.get("finish_reason")
+            if isinstance(reason, str) and reason and not self.over_cap:
+                self._finish_reason = reason
+                self.finished = True
+                events += self._end_of_reasoning()
+        return events
+
+    def _progress(self, value: Any, events: list[ChatEvent]) -> None:
+        if isinstance(value, dict):
+            total, cache, processed = (_count(value.get(key)) for key in ("total", "cache", "processed"))
+            if total is not None and cache is not None and processed is not None:
+                self.processed = processed
+                events.append(Progress(total=total, cache=cache, processed=processed))
+
+    def _delta(self, delta: dict[str, Any], events: list[ChatEvent]) -> None:
+        reasoning = delta.get("reasoning_content")
+        if reasoning is None:
+            reasoning = delta.get("reasoning")
+        if isinstance(reasoning, str):
+            self._spend(reasoning)
+            if reasoning:
+                self.begun = True
+                self._reasoning_tokens += 1
+            text = self._reasoning.add(reasoning)
+            if text:
+                events.append(Reasoning(text=text))
+                self._look_for_cap(text)
+            if self._reasoning_tokens >= self._hang_up_at:
+                self.over_cap = True
+                self._capped = True
+                events += self._end_of_reasoning()
+                return
+        content = delta.get("content")
+        if isinstance(content, str):
+            self._spend(content)
+            if content:
+                self.begun = True
+                events += self._end_of_reasoning()
+            text = self._content.add(content)
+            if text:
+                events.append(Content(text=text))
+        calls = delta.get("tool_calls")
+        if isinstance(calls, list) and calls:
+            for piece in calls:
+                if isinstance(piece, dict):
+                    self.begun = True
+                    events += self._end_of_reasoning()
+                    events.append(self._call_piece(piece))
+
+    def _look_for_cap(self, text: str) -> None:
+        window = self._cap_window + text
+        if BUDGET_MESSAGE in window:
+            self._capped = True
+        self._cap_window = window[-len(BUDGET_MESSAGE) :]
+
+    def _end_of_reasoning(self) -> list[ChatEvent]:
+        """Say that the cap fired, once, after the last reasoning delta."""
+        if not self._capped or self._told_capped:
+            return []
+        self._told_capped = True
+        return [ThinkingCapped(tokens=self._reasoning_tokens)]
+
+    def _call_piece(self, piece: dict[str, Any]) -> ToolCallDelta:
+        function = piece.get("function")
+        function = function if isinstance(function, dict) else {}
+        call_id, name, arguments = _as_text(piece.get("id")), _as_text(function.get("name")), function.get("arguments")
+        arguments = _as_text(arguments)
+        self._spend(call_id + name + arguments)
+        index = piece.get("index")
+        if type(index) is not int or index < 0:
+            index = 0
+        at = self._by_index.get(index)
+        if at is None or self._is_another(self._calls[at], call_id, name):
+            at = self._by_index[index] = len(self._calls)
+            self._calls.append(_Call())
+        call = self._calls[at]
+        if call_id and not call.id:
+            call.id = clean_text(call_id)
+        name = call.name.add(name) if name and not call.arguments.pieces else ""
+        arguments = call.arguments.add(arguments) if arguments else ""
+        return ToolCallDelta(index=at, id=clean_text(call_id), name=name, arguments=arguments)
+
+    @staticmethod
+    def _is_another(call: _Call, call_id: str, name: str) -> bool:
+        """Does a piece with a known index begin another call? Some servers put all calls on index 0.
+
+        Another id says so. Without ids, a name does when arguments have come since the last name:
+        unless it is the same name again in the middle of the arguments, which some servers repeat.
+        """
+        if call_id and call.id:
+            return clean_text(call_id) != call.id
+        if not name or not call.arguments.pieces:
+            return False
+        return name != "".join(call.name.pieces) or _is_json("".join(call.arguments.pieces))
+
+    def _spend(self, text: str) -> None:
+        self._room_bytes -= len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+        if self._room_bytes < 0:
+            raise InferenceError(
+                kind="limit",
+                limit="reply_max_bytes",
+                message=f"the reply is over {self._reply_max_bytes} bytes ([inference] reply_max_bytes)",
+            )
+
+    def eof(self) -> None:
+        """Say that the stream ended.
+
+        Raises:
+            InferenceError: kind `broken`, when the reply is not whole.
+        """
+        if not self.finished and not self.over_cap:
+            raise InferenceError(kind="broken", message="the stream ended before the reply was complete")
+
+    def completion(self) -> Completion:
+        """Give the reply; only when `finished` or `over_cap`."""
+        calls = tuple(
+            ToolCall(id=call.id, name=call.name.joined() or "", arguments=call.arguments.joined() or "")
+            for call in self._calls
+        )
+        cut: Literal["length", "thinking_cap"] | None = None
+        if self.over_cap:
+            cut, calls = "thinking_cap", ()
+        elif self._finish_reason == "length":
+            cut = "length"
+        cache_n, prompt_n, predicted_n = (None, None, None) if self.over_cap else self._figures()
+        return Completion(
+            content=self._content.joined(),
+            reasoning_content=self._reasoning.joined(),
+            tool_calls=calls,
+            cut=cut,
+            cache_n=cache_n,
+            prompt_n=prompt_n,
+            predicted_n=predicted_n,
+            reasoning_tokens=self._reasoning_tokens,
+            thinking_capped=self._capped,
+            model=self._model,
+        )
+
+    def _figures(self) -> tuple[int | None, int | None, int | None]:
+        """Prefer `timings`; a figure that is missing there comes from `usage`."""
+        timings, usage = self._timings, self._usage
+        details = usage.get("prompt_tokens_details")
+        cached = _count(details.get("cached_tokens")) if isinstance(details, dict) else None
+        prompt = _count(usage.get("prompt_tokens"))
+        read = prompt - cached if prompt is not None and cached is not None and prompt >= cached else None
+
+        def first(key: str, other: int | None) -> int | None:
+            value = _count(timings.get(key))
+            return other if value is None else value
+
+        return (
+            first("cache_n", cached),
+            first("prompt_n", read),
+            first("predicted_n", _count(usage.get("completion_tokens"))),
+        )
+
+
+def error_of(status: int, error: Any, retry_after: str | None = None) -> InferenceError:
+    """Make an error of a server's error object or text, with the HTTP status it came with.
+
+    Inside a 200 the object's own `code` is the status, or 500 when it has none.
+    """
+    message, kind, code = "", None, None
+    if isinstance(error, dict) and isinstance(error.get("error"), dict | str):
+        error = error["error"]
+    if isinstance(error, dict):
+        message = _as_text(error.get("message"))
+        kind = error["type"] if isinstance(error.get("type"), str) else None
+        code = error.get("code")
+    elif isinstance(error, str):
+        message = error
+    if status == 200:
+        status = code if type(code) is int and 400 <= code <= 599 else 500
+    return InferenceError(
+        kind="http",
+        status=status,
+        error_type=kind,
+        error_code=code if isinstance(code, str) else None,
+        message=f"the server answered {status}: {one_line(message) or 'without a message'}",
+        server_message=clean_text(message),
+        retry_after=retry_after,
+    )
+
+
+def one_line(text: str, limit: int = 300) -> str:
+    """The first line of a foreign text, cleaned and cut to `limit` characters."""
+    lines = clean_text(text).strip().splitlines()
+    first = lines[0].strip() if lines else ""
+    return first if len(first) <= limit else first[: limit - 1] + "…"
+
+
+def _parsed(data: str) -> Any:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        return data
+
+
+def _count(value: Any) -> int | None:
+    return value if type(value) is int and value >= 0 else None
+
+
+def _as_text(value: Any) -> str:
+    """Text as it is, nothing for null, another JSON value as its compact text."""
+    if type(value) is str:
+        return value
+    return "" if value is None else json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True

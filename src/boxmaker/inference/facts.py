@@ -1,0 +1,128 @@
+"""What we know of the server's model and template; asked again only when the model is seen to change.
+
+`alternate`: the template refuses `user` after `user` or `user` after `tool`. It is fixed as long as
+the model is, because it decides bytes that were already sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import trio
+
+from boxmaker.config import Config
+from boxmaker.errors import InferenceError
+from boxmaker.inference.client import Answer, Client
+from boxmaker.inference.request import HistoryMender, chat_template_kwargs, tool_objects
+from boxmaker.log import log_event
+from boxmaker.proto.chat import Assistant, ChatMessage, System, Tool, ToolCall, ToolSchema, User
+
+PROBE_S = 30.0
+"""For one question about the template; the answer takes milliseconds on an idle server."""
+
+PROBE_SYSTEM = "Probe of a system message."
+PROBE_RESULT = "Probe of a tool result."
+_CALL = ToolCall(id="call00001", name="clock", arguments="{}")
+_ASKED = (System(content=PROBE_SYSTEM), User(content="What time is it?"))
+_RESULT = (
+    Assistant(content=None, reasoning_content=None, tool_calls=(_CALL,)),
+    Tool(tool_call_id=_CALL.id, content=PROBE_RESULT),
+)
+TOOL_TURN: tuple[ChatMessage, ...] = (*_ASKED, *_RESULT)
+"""A conversation in mid-turn: the least that a template must be able to render."""
+ANSWERED: tuple[ChatMessage, ...] = (
+    *TOOL_TURN,
+    Assistant(content="Noon.", reasoning_content=None, tool_calls=()),
+    User(content="Thanks."),
+)
+USER_AFTER_USER: tuple[ChatMessage, ...] = (*_ASKED, User(content="Are you there?"))
+USER_AFTER_TOOL: tuple[ChatMessage, ...] = (*TOOL_TURN, User(content="Are you there?"))
+
+
+def render_body(
+    config: Config, messages: Sequence[ChatMessage], tools: Sequence[ToolSchema], alternate: bool
+) -> dict[str, Any]:
+    """A body for `/apply-template` and the token counter, mended as a request would be."""
+    mender = HistoryMender(alternate)
+    return {
+        "messages": [mended for message in messages for mended in mender.mend(message)],
+        "tools": tool_objects(tools),
+        "chat_template_kwargs": chat_template_kwargs(config),
+    }
+
+
+async def render(
+    client: Client,
+    config: Config,
+    messages: Sequence[ChatMessage],
+    tools: Sequence[ToolSchema],
+    alternate: bool = False,
+) -> Answer:
+    """Have the server render a conversation; raises InferenceError when it cannot be asked in time."""
+    answer = None
+    with trio.move_on_after(PROBE_S):
+        answer = await client.ask("POST", "/apply-template", render_body(config, messages, tools, alternate))
+    if answer is None:
+        raise InferenceError(kind="connect", message=f"no answer from /apply-template within {PROBE_S:.0f} s")
+    return answer
+
+
+def prompt_of(answer: Answer) -> str | None:
+    """The rendered prompt, None when the answer has none."""
+    if answer.status == 200 and isinstance(answer.value, dict) and isinstance(answer.value.get("prompt"), str):
+        prompt: str = answer.value["prompt"]
+        return prompt
+    return None
+
+
+async def find_alternate(client: Client, config: Config, tools: Sequence[ToolSchema]) -> bool:
+    """Ask the template whether users must alternate; False where it cannot be asked.
+
+    A refusal counts only when the same conversation with the note is accepted.
+
+    Raises:
+        InferenceError: the server could not be reached.
+    """
+    for messages in (USER_AFTER_USER, USER_AFTER_TOOL):
+        plain = await render(client, config, messages, tools)
+        if plain.status in (400, 500):
+            noted = await render(client, config, messages, tools, alternate=True)
+            if noted.status == 200:
+                return True
+    return False
+
+
+class ServerFacts:
+    """The facts in use, and whether they are still true."""
+
+    def __init__(self, *, alternate: bool = False, model: str | None = None) -> None:
+        self.alternate = alternate
+        self.model = model
+        self._stale = False
+
+    def saw_model(self, model: str | None) -> None:
+        """Note the `model` that a stream named; another than before makes the facts stale."""
+        if model is None or model == self.model:
+            return
+        if self.model is not None:
+            self._stale = True
+            log_event("model_changed")
+        self.model = model
+
+    async def refresh(self, client: Client, config: Config, tools: Sequence[ToolSchema]) -> None:
+        """Ask again if the facts are stale; keep them when the server does not answer.
+
+        Cancellation: safe at any point; the facts stay stale.
+        """
+        if not self._stale:
+            return
+        try:
+            alternate = await find_alternate(client, config, tools)
+        except InferenceError as exc:
+            log_event("facts_not_refreshed", reason=exc.kind)
+            return
+        self._stale = False
+        if alternate != self.alternate:
+            log_event("alternate_changed", alternate=alternate)
+            self.alternate = alternate

@@ -1,0 +1,343 @@
+"""The self-test: is the server one that a session can live on, and is the home ours?
+
+It runs no completion: that would evict the cache that a restarted daemon is about to need.
+Source: design.md section 7 "The self-test".
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import trio
+from attrs import define, evolve, field, frozen
+
+from boxmaker.config import Config
+from boxmaker.errors import InferenceError, StorageError
+from boxmaker.inference.client import LOADING_LOOK_S, Answer, Client
+from boxmaker.inference.facts import (
+    ANSWERED,
+    PROBE_RESULT,
+    PROBE_SYSTEM,
+    TOOL_TURN,
+    ServerFacts,
+    find_alternate,
+    prompt_of,
+    render,
+    render_body,
+)
+from boxmaker.inference.retry import is_loading
+from boxmaker.loopd.home import home_problem, lock_holder
+from boxmaker.proto.chat import Assistant, ChatMessage, System, ToolSchema
+from boxmaker.session.baseline import Baseline, assemble_baseline, read_system_text
+from boxmaker.tools.registry import Registry
+
+ASK_S = 30.0
+WARM_FLAGS = "-np 2 --no-kv-unified -b 256"
+"""llama-server flags that keep a pinned slot's cache, and make a cancel during prefill quick."""
+ROOM_FOR_REPLY_TOKENS = 512
+
+
+@frozen(kw_only=True)
+class Check:
+    """One line of the self-test."""
+
+    name: str
+    state: Literal["ok", "warn", "fail"]
+    message: str
+    remedy: str = ""
+
+    def line(self) -> str:
+        """The check as a person reads it."""
+        return f"{self.state:4}  {self.name}: {self.message}" + (f". {self.remedy}" if self.remedy else "")
+
+
+@define
+class Report:
+    """What the self-test found."""
+
+    checks: list[Check] = field(factory=list)
+    facts: ServerFacts = field(factory=ServerFacts)
+
+    @property
+    def failed(self) -> bool:
+        """Does any check fail?"""
+        return any(check.state == "fail" for check in self.checks)
+
+    def ok(self, name: str, message: str) -> None:
+        """Note a check that holds."""
+        self.checks.append(Check(name=name, state="ok", message=message))
+
+    def warn(self, name: str, message: str, remedy: str) -> None:
+        """Note something that works, but not well."""
+        self.checks.append(Check(name=name, state="warn", message=message, remedy=remedy))
+
+    def fail(self, name: str, message: str, remedy: str) -> None:
+        """Note something that must be mended first."""
+        self.checks.append(Check(name=name, state="fail", message=message, remedy=remedy))
+
+
+async def run_selftest(config: Config, client: Client, registry: Registry) -> Report:
+    """Check home, baseline and server; never raises for what it finds.
+
+    Waits up to `[retry] loading_s` while the model loads. Checks that need a server which does not
+    answer are left out.
+
+    Cancellation: safe at any point; nothing was changed.
+    """
+    report = Report()
+    _check_home(report, config.paths.home)
+    _check_max_tokens(report, config)
+    baseline = _check_baseline_files(report, config, registry)
+    props = await _check_server(report, config, client)
+    if props is None:
+        return report
+    report.facts.model = props.get("model_alias") if isinstance(props.get("model_alias"), str) else None
+    try:
+        n_ctx = await _check_slot(report, config, client, props)
+        await _check_template(report, config, client, registry)
+        if baseline is not None:
+            await _check_budget(report, config, client, baseline, n_ctx)
+    except InferenceError as exc:
+        report.fail("server", str(exc), "Is it a llama-server, and is it still running?")
+    return report
+
+
+def _check_home(report: Report, home: Path) -> None:
+    if not home.exists():
+        report.ok("home", f"{home} will be made")
+        return
+    problem = home_problem(home)
+    holder = lock_holder(home) if problem is None else None
+    if problem:
+        report.fail("home", problem, "")
+    else:
+        ours = holder == f"pid {os.getpid()}"
+        note = ", locked by this loopd" if ours else f", served by a running loopd, {holder}" if holder else ""
+        report.ok("home", f"{home}{note}")
+
+
+def _check_max_tokens(report: Report, config: Config) -> None:
+    least = config.thinking.cap + ROOM_FOR_REPLY_TOKENS
+    for key in ("max_tokens", "max_completion_tokens", "n_predict"):
+        value = config.request.get(key)
+        if type(value) is int and 0 <= value < least:
+            report.warn(
+                "max_tokens",
+                f"[request] {key} = {value} counts reasoning too, and leaves no room for an answer after it",
+                f"Set it to {least} or more, or lower [thinking] cap",
+            )
+
+
+def _check_baseline_files(report: Report, config: Config, registry: Registry) -> Baseline | None:
+    try:
+        _, packaged = read_system_text(config.baseline)
+        baseline = assemble_baseline(config.baseline, config.paths.home, registry.core_schemas())
+    except StorageError as exc:
+        report.fail("system.md", str(exc), "Mend the file, or [baseline] system")
+        return None
+    if packaged:
+        report.warn(
+            "system.md", f"there is no {config.baseline.system}, the packaged one is used", "Write your own there"
+        )
+    else:
+        report.ok("system.md", f"{config.baseline.system}")
+    return baseline
+
+
+async def _ask(client: Client, method: str, path: str, body: Any = None) -> Answer:
+    answer = None
+    with trio.move_on_after(ASK_S):
+        answer = await client.ask(method, path, body)
+    if answer is None:
+        raise InferenceError(kind="connect", message=f"no answer to {method} {path} within {ASK_S:.0f} s")
+    return answer
+
+
+async def _check_server(report: Report, config: Config, client: Client) -> dict[str, Any] | None:
+    """Reach the server, waiting while it loads; give its `/props` (empty when it has none)."""
+    url = config.server.url
+    began = trio.current_time()
+    while True:
+        try:
+            answer = await _ask(client, "GET", "/props")
+        except InferenceError as exc:
+            report.fail("server", f"{url}: {exc}", "Start llama-server, or mend [server] url")
+            return None
+        if answer.status == 503 and is_loading(answer.error()):
+            if trio.current_time() - began >= config.retry.loading_s:
+                report.fail(
+                    "server", f"{url} was still loading after {config.retry.loading_s} s", "Raise [retry] loading_s"
+                )
+                return None
+            await trio.sleep(LOADING_LOOK_S)
+            continue
+        break
+    if answer.status == 401:
+        report.fail(
+            "server", f"{url} refuses the key", "Put its --api-key into the file that [server] api_key_file names"
+        )
+        return None
+    if answer.status != 200 or not isinstance(answer.value, dict):
+        report.warn(
+            "server", f"{url} answers /props with {answer.status}: it may be no llama-server", "Check [server] url"
+        )
+        return {}
+    report.ok("server", url)
+    return answer.value
+
+
+async def _check_slot(report: Report, config: Config, client: Client, props: dict[str, Any]) -> int | None:
+    """Does slot `slots.main` exist? An id out of range would wrap in silence. Gives its `n_ctx`."""
+    slot = config.slots.main
+    settings = props.get("default_generation_settings")
+    n_ctx = settings.get("n_ctx") if isinstance(settings, dict) else None
+    n_ctx = n_ctx if type(n_ctx) is int and n_ctx > 0 else None
+    total = props.get("total_slots")
+    answer = await _ask(client, "GET", "/slots")
+    if answer.status == 200 and isinstance(answer.value, list):
+        slots = {entry.get("id"): entry for entry in answer.value if isinstance(entry, dict)}
+        total = len(slots)
+        if slot in slots and type(slots[slot].get("n_ctx")) is int:
+            n_ctx = slots[slot]["n_ctx"]
+    else:
+        report.warn(
+            "slots",
+            f"the server does not show its slots ({answer.status}): loopd cannot see whether ours is busy",
+            "Start llama-server with --slots, and let nothing else use the slot",
+        )
+    if type(total) is int and total > 0:
+        if slot >= total:
+            report.fail(
+                "slot", f"slot {slot} does not exist, the server has {total}", f"Set [slots] main to 0 to {total - 1}"
+            )
+        elif total == 1:
+            report.warn(
+                "slot",
+                "the server has one slot: any other client takes its cache",
+                f"Flags that keep it warm: {WARM_FLAGS}",
+            )
+        else:
+            report.ok("slot", f"slot {slot} of {total}" + (f", {n_ctx} tokens" if n_ctx else ""))
+    else:
+        report.warn("slot", f"the server does not say how many slots it has; slot {slot} is used", "")
+    return n_ctx
+
+
+async def _check_template(report: Report, config: Config, client: Client, registry: Registry) -> None:
+    """Does the template take what a turn sends; must users alternate; is it prefix-stable?"""
+    tools = registry.core_schemas()
+    alternate = await find_alternate(client, config, tools)
+    report.facts.alternate = alternate
+    answer = await render(client, config, TOOL_TURN, tools, alternate)
+    prompt = prompt_of(answer)
+    if prompt is None:
+        if answer.status in (400, 500):
+            report.fail(
+                "template",
+                f"the chat template refuses a conversation with tools: {answer.error()}",
+                "Start llama-server with --jinja and a template that takes tools",
+            )
+        else:
+            report.warn("template", f"cannot be checked: /apply-template answers {answer.status}", "")
+        return
+    missing = [
+        what
+        for what, text in (
+            ("the system message", PROBE_SYSTEM),
+            ("the tools", tools[0].name),
+            ("tool results", PROBE_RESULT),
+        )
+        if text not in prompt
+    ]
+    if missing:
+        report.fail(
+            "template",
+            f"the chat template leaves out {' and '.join(missing)}",
+            "Start llama-server with --jinja and a template that takes tools",
+        )
+        return
+    report.ok("template", "takes a system message, tools and tool results" + (", users alternate" if alternate else ""))
+    await _check_prefix(report, config, client, tools, alternate)
+
+
+async def _check_prefix(
+    report: Report, config: Config, client: Client, tools: Sequence[ToolSchema], alternate: bool
+) -> None:
+    """Render a conversation with reasoning and a call, then a longer one: the first must be a prefix."""
+    shorter = with_reasoning(TOOL_TURN)
+    longer = with_reasoning(ANSWERED)
+    before = prompt_of(await render(client, config, shorter, tools, alternate))
+    after = prompt_of(await render(client, config, longer, tools, alternate))
+    if before is None or after is None:
+        return
+    same = common_prefix(before, after)
+    history = before.rfind(PROBE_RESULT) + len(PROBE_RESULT)
+    if same >= history:
+        report.ok("prefix", "the template keeps what was sent: a session's cache holds")
+    else:
+        report.warn(
+            "prefix",
+            f"the template rewrites earlier messages (from character {same} of {len(before)}): "
+            "the server re-reads them at each new user message",
+            "Use a template that keeps reasoning, or preserve_reasoning",
+        )
+
+
+def with_reasoning(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
+    """The same conversation, with reasoning in its replies with calls."""
+    return tuple(
+        evolve(message, reasoning_content="Probe of reasoning.")
+        if isinstance(message, Assistant) and message.tool_calls
+        else message
+        for message in messages
+    )
+
+
+def common_prefix(one: str, other: str) -> int:
+    """How many characters two texts have in common from their start."""
+    for at, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return at
+    return min(len(one), len(other))
+
+
+async def _check_budget(report: Report, config: Config, client: Client, baseline: Baseline, n_ctx: int | None) -> None:
+    tokens = await count_baseline(client, config, baseline)
+    if tokens is None:
+        report.warn("baseline", "its tokens cannot be counted by this server", "")
+        return
+    budget = config.baseline.token_budget
+    if tokens > budget:
+        report.fail(
+            "baseline",
+            f"{tokens} tokens, allowed are {budget}",
+            "Shorten system.md or memory/core.md, or raise [baseline] token_budget",
+        )
+    elif n_ctx is not None and tokens + ROOM_FOR_REPLY_TOKENS > n_ctx:
+        report.fail(
+            "baseline",
+            f"{tokens} tokens leave no room in a slot of {n_ctx}",
+            "Start llama-server with a larger -c, or shorten system.md",
+        )
+    else:
+        report.ok("baseline", f"{tokens} tokens of {budget} allowed")
+
+
+async def count_baseline(client: Client, config: Config, baseline: Baseline) -> int | None:
+    """Count the baseline's tokens with the server's own tokenizer; None when it has no way."""
+    body = render_body(config, [System(content=baseline.system)], baseline.tools, alternate=False)
+    body["add_generation_prompt"] = False
+    answer = await _ask(client, "POST", "/v1/chat/completions/input_tokens", body)
+    if answer.status == 200 and isinstance(answer.value, dict) and type(answer.value.get("input_tokens")) is int:
+        counted: int = answer.value["input_tokens"]
+        return counted
+    prompt = prompt_of(await _ask(client, "POST", "/apply-template", body))
+    if prompt is None:
+        return None
+    answer = await _ask(client, "POST", "/tokenize", {"content": prompt, "add_special": True})
+    if answer.status == 200 and isinstance(answer.value, dict) and isinstance(answer.value.get("tokens"), list):
+        return len(answer.value["tokens"])
+    return None

@@ -1,0 +1,157 @@
+"""The daemon: everything wired together, from the self-test to the last connection.
+
+    connections nursery              lives through the grace period
+    └─ accepting nursery             cancelled by SIGTERM, SIGINT, or the end of stdin if asked
+       ├─ stop task
+       └─ serve_listeners → a task a connection (channel/server.py)
+
+Source: M2b section 8; design.md section 4.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack
+from functools import partial
+
+import trio
+
+from boxmaker.channel.server import Closing, Emit, serve_connection
+from boxmaker.config import Config
+from boxmaker.errors import StartError
+from boxmaker.inference.client import Client
+from boxmaker.inference.request import fixed_fields
+from boxmaker.log import log_event
+from boxmaker.loopd.home import bound_socket, lock_home, prepare_home
+from boxmaker.loopd.selftest import run_selftest
+from boxmaker.proto.channel import Turn, TurnDone
+from boxmaker.proto.time import Timestamp, timestamp
+from boxmaker.session.baseline import Baseline, assemble_baseline
+from boxmaker.session.disk import Disk, ThreadDisk, sweep_new
+from boxmaker.session.store import NewSession, Store
+from boxmaker.tools.fake import FakeTools, fake_registry
+from boxmaker.turn import Runtime, run_turn
+
+MIB = 1024 * 1024
+AFTER_GRACE_S = 10.0
+"""How long cancelled turns may take to write their results and their last frame."""
+
+
+def now() -> Timestamp:
+    """The time, for the log."""
+    return timestamp(time.time())
+
+
+class TurnService:
+    """Runs turns for connections; holds what is shared by them."""
+
+    def __init__(self, rt: Runtime, store: Store) -> None:
+        self._rt = rt
+        self._store = store
+
+    async def run(self, turn: Turn, emit: Emit, gone: Callable[[], bool]) -> TurnDone:
+        """Run one turn of one session; when it returns or raises, session and slot are free.
+
+        Raises:
+            WireableError: why there is no answer.
+
+        Cancellation: safe at any point.
+        """
+        rt = self._rt
+        await rt.facts.refresh(rt.client, rt.config, rt.registry.core_schemas())
+        new = NewSession(slot=rt.config.slots.main, baseline=self._baseline)
+        async with self._store.turn(
+            turn.session, resume=turn.resume, new=new, alternate=rt.facts.alternate, gone=gone
+        ) as session:
+            outcome = await run_turn(session, rt, turn.content, emit)
+        return TurnDone(content=outcome.content, usage=outcome.usage)
+
+    def _baseline(self) -> Baseline:
+        rt = self._rt
+        return assemble_baseline(rt.config.baseline, rt.config.paths.home, rt.registry.core_schemas())
+
+
+async def serve(config: Config, *, until_eof: bool = False, disk: Disk | None = None) -> None:
+    """Serve until a signal says stop; returns after the last connection.
+
+    `until_eof`: the end of stdin stops it too, so that it cannot outlive the program that started it.
+
+    Raises:
+        StartError: it could not start; nothing is left behind.
+    """
+    registry = fake_registry()
+    async with Client(config) as client:
+        with ExitStack() as held:
+            prepare_home(config.paths.home)
+            held.enter_context(lock_home(config.paths.home))
+            report = await run_selftest(config, client, registry)
+            for check in report.checks:
+                log_event(
+                    "selftest", check=check.name, state=check.state, message=check.message, remedy=check.remedy or None
+                )
+            if report.failed:
+                failed = "\n".join(check.line() for check in report.checks if check.state == "fail")
+                raise StartError(message=f"the self-test failed:\n{failed}")
+            swept = sweep_new(config.paths.home / "sessions")
+            if swept:
+                log_event("unfinished_sessions_removed", count=swept)
+            store = Store(
+                config.paths.home,
+                disk or ThreadDisk(),
+                memory_bytes=config.session.memory_mib * MIB,
+                fixed=fixed_fields(config),
+                now=now,
+            )
+            rt = Runtime(
+                config=config, client=client, facts=report.facts, port=FakeTools(now), registry=registry, now=now
+            )
+            await _accept(config, TurnService(rt, store), until_eof)
+    log_event("stopped")
+
+
+async def _accept(config: Config, service: TurnService, until_eof: bool) -> None:
+    closing = Closing()
+
+    async def connection(stream: trio.SocketStream) -> None:
+        await serve_connection(stream, config.channel, service.run, closing)
+
+    with ExitStack() as bound, trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        listener = trio.SocketListener(
+            trio.socket.from_stdlib_socket(bound.enter_context(bound_socket(config.channel.socket)))
+        )
+        async with trio.open_nursery() as connections:
+            async with trio.open_nursery() as accepting:
+                accepting.start_soon(_stop_on_signal, signals, accepting.cancel_scope)
+                if until_eof:
+                    accepting.start_soon(_stop_on_eof, accepting.cancel_scope)
+                accepting.start_soon(partial(trio.serve_listeners, connection, [listener], handler_nursery=connections))
+                log_event("ready", socket=config.channel.socket, pid=os.getpid())
+            bound.close()
+            closing.begin()
+            async with trio.open_nursery() as grace:
+                grace.cancel_scope.deadline = trio.current_time() + config.channel.grace_s
+                grace.start_soon(_stop_on_signal, signals, grace.cancel_scope)
+                await closing.wait_no_turns()
+                grace.cancel_scope.cancel()
+            closing.cancel_turns()
+            connections.cancel_scope.deadline = trio.current_time() + AFTER_GRACE_S
+
+
+async def _stop_on_signal(signals: AsyncIterator[int], scope: trio.CancelScope) -> None:
+    """Cancel a scope at the next signal. Cancelled by: the nursery that it stops."""
+    async for number in signals:
+        log_event("stopping", signal=signal.Signals(number).name)
+        scope.cancel()
+        return
+
+
+async def _stop_on_eof(scope: trio.CancelScope) -> None:
+    """Cancel a scope when stdin ends. Cancelled by: the accepting nursery."""
+    async with trio.lowlevel.FdStream(os.dup(0)) as stdin:
+        while await stdin.receive_some(4096):
+            pass
+    log_event("stopping", reason="stdin ended")
+    scope.cancel()

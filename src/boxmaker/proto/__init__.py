@@ -1,0 +1,1 @@
+"""What crosses a boundary: values and their codecs, without I/O or a clock."""

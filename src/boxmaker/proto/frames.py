@@ -1,0 +1,183 @@
+"""Frames: 4 bytes of big-endian length, then a JSON object in UTF-8; sans-IO.
+
+Laws:
+* The length is checked before it is believed; memory grows with bytes received, not promised.
+* Any chunking of the same bytes gives the same frames or the same error.
+* `v` is checked before `kind`, and `kind` before `body`.
+"""
+
+from __future__ import annotations
+
+from json.encoder import encode_basestring
+from typing import Any, TypeAlias
+
+from attrs import frozen
+
+from boxmaker.errors import BadFrame, BadRequest, UnsupportedVersion, ValueRefused
+from boxmaker.proto.channel import TURN, TURN_DONE, TURN_EVENTS, WIRE_ERROR, Turn, TurnDone, TurnEvent, WireError
+from boxmaker.proto.chat import Content, Reasoning
+from boxmaker.proto.codec import SURROGATE, JsonObject, dumps, found, loads
+
+LENGTH_BYTES = 4
+VERSION = 1
+CLIENT_MAX_FRAME = 64 * 1024 * 1024
+"""What a client accepts from loopd, in bytes."""
+
+Answer: TypeAlias = TurnEvent | TurnDone | WireError
+
+
+class FrameDecoder:
+    """Cut a byte stream into frame payloads of at most `max_frame` bytes each."""
+
+    def __init__(self, max_frame: int) -> None:
+        self._max_frame = max_frame
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        """Take bytes."""
+        self._buffer += data
+
+    def next_payload(self) -> bytes | None:
+        """Take the next whole payload out; None when it is not complete yet.
+
+        Raises:
+            BadFrame: a length of 0 or over the limit; the stream is of no more use.
+        """
+        if len(self._buffer) < LENGTH_BYTES:
+            return None
+        length = int.from_bytes(self._buffer[:LENGTH_BYTES], "big")
+        if not 1 <= length <= self._max_frame:
+            raise BadFrame(problem=f"a frame of {length} bytes; allowed are 1 to {self._max_frame}")
+        end = LENGTH_BYTES + length
+        if len(self._buffer) < end:
+            return None
+        payload = bytes(self._buffer[LENGTH_BYTES:end])
+        del self._buffer[:end]
+        return payload
+
+    @property
+    def buffered_bytes(self) -> int:
+        """How many bytes have not been taken out yet."""
+        return len(self._buffer)
+
+
+@frozen(kw_only=True)
+class Envelope:
+    """A frame whose version is known and whose body is an object not yet looked into."""
+
+    kind: str
+    final: bool
+    body: JsonObject
+
+
+def open_envelope(payload: bytes) -> Envelope:
+    """Read the outer object of a frame.
+
+    Raises:
+        BadFrame: not UTF-8, not JSON, not an object.
+        UnsupportedVersion: `v` is absent or not the integer 1.
+        BadRequest: any other key is missing, unknown or of the wrong type.
+    """
+    try:
+        value = loads(payload)
+    except ValueRefused as exc:
+        raise BadFrame(problem=f"the frame is {exc.problem}") from exc
+    if type(value) is not dict:
+        raise BadFrame(problem=f"the frame is {found(value)}, not an object")
+    version = value.get("v")
+    if type(version) is not int or version != VERSION:
+        raise UnsupportedVersion(found=found(version) if "v" in value else "absent")
+    for key, kind, name in (("kind", str, "text"), ("final", bool, "true or false"), ("body", dict, "an object")):
+        if key not in value:
+            raise BadRequest(path="$", problem=f"the key {key!r} is missing")
+        if type(value[key]) is not kind:
+            raise BadRequest(path=f"$.{key}", problem=f"expected {name}, found {found(value[key])}")
+    unknown = sorted(set(value) - {"v", "kind", "final", "body"})
+    if unknown:
+        raise BadRequest(path="$", problem=f"unknown key {unknown[0]!r}")
+    return Envelope(kind=value["kind"], final=value["final"], body=value["body"])
+
+
+def decode_request(payload: bytes) -> Turn:
+    """Read what a channel asks for.
+
+    Raises:
+        BadFrame, UnsupportedVersion, BadRequest: as `open_envelope`, and BadRequest for an unknown
+            kind, a body that is not the kind's, and user text with NUL or a lone surrogate.
+    """
+    envelope = open_envelope(payload)
+    if envelope.kind != "turn":
+        raise BadRequest(path="$.kind", problem=f"unknown kind {found(envelope.kind)}; this loopd knows 'turn'")
+    if not envelope.final:
+        raise BadRequest(path="$.final", problem="a request is its channel's only frame: final must be true")
+    try:
+        turn = TURN.from_object(envelope.body, "$.body")
+    except ValueRefused as exc:
+        raise BadRequest(path=_below_body(exc.path), problem=exc.problem) from exc
+    if "\x00" in turn.content:
+        raise BadRequest(path="$.body.content", problem="text with a NUL character")
+    return turn
+
+
+def _below_body(path: str) -> str:
+    return path if path.startswith("$.body") else "$.body" + path.removeprefix("$")
+
+
+def decode_answer(payload: bytes) -> Answer | None:
+    """Read a frame of loopd; None for an event of a type that this client does not know.
+
+    Raises:
+        BadFrame, UnsupportedVersion, BadRequest: as `open_envelope`, and for a body that is not its kind's.
+    """
+    envelope = open_envelope(payload)
+    body = envelope.body
+    try:
+        if envelope.kind == "turn_done":
+            return TURN_DONE.from_object(body, "$.body")
+        if envelope.kind == "error":
+            return WIRE_ERROR.from_object(body, "$.body")
+        if envelope.kind == "turn_event":
+            event = body.get("event")
+            if isinstance(event, dict) and event.get("type") not in TURN_EVENTS.tags:
+                return None
+            return TURN_EVENTS.from_object(event, "$.body.event")
+    except ValueRefused as exc:
+        raise BadRequest(path=exc.path, problem=exc.problem) from exc
+    raise BadRequest(path="$.kind", problem=f"unknown kind {found(envelope.kind)}")
+
+
+def frame(payload: bytes) -> bytes:
+    """Put the length in front of a payload."""
+    return len(payload).to_bytes(LENGTH_BYTES, "big") + payload
+
+
+def _frame(kind: str, final: bool, body: JsonObject) -> bytes:
+    return frame(dumps({"v": VERSION, "kind": kind, "final": final, "body": body}).encode("utf-8"))
+
+
+def encode_request(turn: Turn) -> bytes:
+    """Write a request as one frame; raises ValueRefused for what loopd would refuse."""
+    return _frame("turn", True, TURN.to_object(turn))
+
+
+_CONTENT = '{"v":1,"kind":"turn_event","final":false,"body":{"event":{"type":"content","text":'
+_REASONING = '{"v":1,"kind":"turn_event","final":false,"body":{"event":{"type":"reasoning","text":'
+
+
+def encode_answer(answer: Answer) -> bytes:
+    """Write an event or a final answer as one frame; raises ValueRefused.
+
+    The two events that come once a token have their text written by hand: the codec costs more
+    than the rest of the token's way. A test holds both ways equal.
+    """
+    head = _CONTENT if type(answer) is Content else _REASONING if type(answer) is Reasoning else None
+    if head is not None:
+        text: Any = answer.text  # type: ignore[union-attr]  # one of the two, as head says
+        if type(text) is not str or SURROGATE.search(text):
+            raise ValueRefused(path="$.text", problem="expected text without lone surrogates")
+        return frame((head + encode_basestring(text) + "}}}").encode("utf-8"))
+    if isinstance(answer, TurnDone):
+        return _frame("turn_done", True, TURN_DONE.to_object(answer))
+    if isinstance(answer, WireError):
+        return _frame("error", True, WIRE_ERROR.to_object(answer))
+    return _frame("turn_event", False, {"event": TURN_EVENTS.to_object(answer)})

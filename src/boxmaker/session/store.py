@@ -1,0 +1,353 @@
+"""The session store: who may write a session now, and its log in step with its request bytes.
+
+Laws:
+* One writer a session: a lock in the daemon, and a `flock` on the log against other programs.
+* A record is in the state only when its line is on the disk, and the state is made of that line.
+* Between turns everything may be forgotten; a log that has changed meanwhile is read again.
+
+Source: M2b section 2; design.md sections 4 and 6.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import trio
+from attrs import define, field, frozen
+
+from boxmaker.errors import (
+    InternalError,
+    NoSuchSession,
+    SessionBusy,
+    SessionDamaged,
+    SessionExists,
+    StorageError,
+    ValueRefused,
+)
+from boxmaker.inference.request import RequestEncoder
+from boxmaker.proto import chat
+from boxmaker.proto.ids import SessionId
+from boxmaker.proto.records import LogRecord, SessionStart, decode_line, encode_line
+from boxmaker.proto.time import Timestamp
+from boxmaker.session.baseline import BASELINE, Baseline, baseline_hash, encode_baseline
+from boxmaker.session.disk import Disk, append_durably, create_directory
+from boxmaker.session.replay import LogState, OutOfOrder
+
+LOG_NAME = "0.jsonl"
+BASELINE_NAME = "0.baseline.json"
+_STATE_BYTES = 4096
+"""What a kept session costs besides its request bytes, roughly."""
+
+
+@define
+class _Known:
+    """A session's log, read: the state it stands for and the request bytes it makes."""
+
+    device: int
+    inode: int
+    size_bytes: int
+    state: LogState
+    encoder: RequestEncoder
+
+
+@define
+class _Running:
+    """A turn that has a session; `gone` says whether its channel has left."""
+
+    gone: Callable[[], bool]
+    done: trio.Event = field(factory=trio.Event)
+
+
+@frozen(kw_only=True)
+class NewSession:
+    """What a session is created with; `baseline` reads the files of the moment."""
+
+    slot: int
+    baseline: Callable[[], Baseline]
+
+
+class Session:
+    """A session that one turn has: append records, ask for the request body."""
+
+    def __init__(self, session: SessionId, file: Path, fd: int, disk: Disk, known: _Known) -> None:
+        self.id = session
+        self._file = file
+        self._fd = fd
+        self._disk = disk
+        self._known = known
+
+    @property
+    def state(self) -> LogState:
+        """Where the session stands; read only."""
+        return self._known.state
+
+    def request_body(self) -> bytes:
+        """The body of the next request: what the log on disk says, to the byte."""
+        return self._known.encoder.body()
+
+    async def append(self, *records: LogRecord) -> None:
+        """Write records as one durable append, then take them into the state.
+
+        Raises:
+            StorageError: the disk said no; log and state are as before.
+            InternalError: a record that cannot stand here, or that its line does not give back;
+                nothing was written.
+
+        Cancellation: checked on entry only; an append that has begun is finished.
+        """
+        known = self._known
+        lines = b""
+        trial = known.state.copy()
+        added: list[chat.ChatMessage] = []
+        try:
+            for record in records:
+                line = encode_line(record)
+                if decode_line(line) != record:
+                    raise InternalError(message="a record does not survive its own line; nothing was written")
+                message = trial.apply(record)
+                if message is not None:
+                    added.append(message)
+                lines += line
+        except (ValueRefused, OutOfOrder) as exc:
+            raise InternalError(message=f"a record cannot be written: {exc}") from exc
+        await self._disk.run(lambda: self._write(lines, known.size_bytes))
+        known.size_bytes += len(lines)
+        known.state = trial
+        for message in added:
+            known.encoder.add(message)
+
+    def _write(self, lines: bytes, size_bytes: int) -> None:
+        try:
+            if os.fstat(self._fd).st_size != size_bytes:
+                raise OSError(errno.EBUSY, "another program has changed the log during this turn")
+            append_durably(self._fd, lines)
+        except OSError as exc:
+            raise StorageError(action="append to", file=self._file, reason=exc.strerror or str(exc)) from exc
+
+
+class Store:
+    """All sessions of one home.
+
+    `fixed` are the request's fixed fields, `memory_bytes` bounds what is kept between turns, `now`
+    gives the time for SessionStart.
+    """
+
+    def __init__(
+        self,
+        home: Path,
+        disk: Disk,
+        *,
+        memory_bytes: int,
+        fixed: dict[str, Any],
+        now: Callable[[], Timestamp],
+    ) -> None:
+        self.directory = home / "sessions"
+        self._disk = disk
+        self._memory_bytes = memory_bytes
+        self._fixed = fixed
+        self._now = now
+        self._running: dict[SessionId, _Running] = {}
+        self._kept: OrderedDict[SessionId, _Known] = OrderedDict()
+
+    @asynccontextmanager
+    async def turn(
+        self,
+        session: SessionId,
+        *,
+        resume: bool,
+        new: NewSession,
+        alternate: bool,
+        gone: Callable[[], bool] = lambda: False,
+    ) -> AsyncIterator[Session]:
+        """Have a session for one turn; it is free again when the block is left.
+
+        `resume` says whether the session must exist, or must not: then it is created as `new` says.
+        `gone` tells others whether this turn's channel has left: they wait for such a turn.
+
+        Raises:
+            SessionExists, NoSuchSession, SessionBusy, SessionDamaged, StorageError: nothing has changed.
+
+        Cancellation: safe at any point; a creation that has begun is finished or undone.
+        """
+        running = await self._claim(session, resume, gone)
+        try:
+            if not resume:
+                await self._create(session, new)
+            fd, known = await self._open(session, alternate)
+            try:
+                yield Session(session, self._log(session), fd, self._disk, known)
+            finally:
+                os.close(fd)  # and with it goes the flock
+                self._keep(session, known)
+        finally:
+            del self._running[session]
+            running.done.set()
+
+    async def _claim(self, session: SessionId, resume: bool, gone: Callable[[], bool]) -> _Running:
+        while (other := self._running.get(session)) is not None:
+            if not other.gone():
+                if resume:
+                    raise SessionBusy(session=session)
+                raise SessionExists(session=session)
+            await other.done.wait()
+        mine = self._running[session] = _Running(gone)
+        return mine
+
+    def _log(self, session: SessionId) -> Path:
+        return self.directory / session / LOG_NAME
+
+    async def _create(self, session: SessionId, new: NewSession) -> None:
+        started = self._now()
+
+        def create() -> None:
+            if os.path.lexists(self.directory / session):
+                raise SessionExists(session=session)
+            raw = encode_baseline(new.baseline())
+            start = SessionStart(time=started, session=session, epoch=0, slot=new.slot, baseline=baseline_hash(raw))
+            try:
+                create_directory(self.directory / session, {BASELINE_NAME: raw, LOG_NAME: encode_line(start)})
+            except FileExistsError as exc:
+                raise SessionExists(session=session) from exc
+            except OSError as exc:
+                raise StorageError(
+                    action="create", file=self.directory / session, reason=exc.strerror or str(exc)
+                ) from exc
+
+        await self._disk.run(create)
+
+    async def _open(self, session: SessionId, alternate: bool) -> tuple[int, _Known]:
+        """Open, lock, and read what is not known yet."""
+        kept = self._kept.pop(session, None)
+        if kept is not None and kept.encoder.alternate != alternate:
+            kept = None
+
+        def open_log() -> tuple[int, _Known]:
+            fd = open_locked(self.directory, session)
+            try:
+                stat = os.fstat(fd)
+                if kept is not None and (stat.st_dev, stat.st_ino, stat.st_size) == (
+                    kept.device,
+                    kept.inode,
+                    kept.size_bytes,
+                ):
+                    return fd, kept
+                state, baseline, found = read_session(self.directory, session, fd)
+                encoder = RequestEncoder(tools=baseline.tools, fixed=self._fixed, alternate=alternate)
+                encoder.add(chat.System(content=baseline.system))
+                for message in found:
+                    encoder.add(message)
+                return fd, _Known(stat.st_dev, stat.st_ino, stat.st_size, state, encoder)
+            except BaseException:
+                os.close(fd)
+                raise
+
+        return await self._disk.run(open_log)
+
+    def _keep(self, session: SessionId, known: _Known) -> None:
+        """Remember the session just used; forget the least recently used ones beyond the limit."""
+        self._kept[session] = known
+        used = sum(other.encoder.size_bytes + _STATE_BYTES for other in self._kept.values())
+        while self._kept and used > self._memory_bytes:
+            _, oldest = self._kept.popitem(last=False)
+            used -= oldest.encoder.size_bytes + _STATE_BYTES
+
+
+def open_locked(sessions: Path, session: SessionId) -> int:
+    """Open a session's log for appending and take its `flock`; the caller closes the descriptor.
+
+    Raises:
+        NoSuchSession, SessionBusy, SessionDamaged, StorageError.
+    """
+    file = sessions / session / LOG_NAME
+    try:
+        fd = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as exc:
+        if exc.errno == errno.ENOENT and not os.path.lexists(sessions / session):
+            raise NoSuchSession(session=session) from exc
+        if exc.errno in (errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO):
+            raise SessionDamaged(file=file, line=0, problem=f"is no log file: {exc.strerror}") from exc
+        raise StorageError(action="open", file=file, reason=exc.strerror or str(exc)) from exc
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as exc:
+        os.close(fd)
+        raise SessionBusy(session=session) from exc
+    return fd
+
+
+def read_session(sessions: Path, session: SessionId, fd: int) -> tuple[LogState, Baseline, list[chat.ChatMessage]]:
+    """Read a log and its baseline whole.
+
+    Gives the state, the baseline, and the messages after the system message.
+
+    Raises:
+        SessionDamaged: naming file and line. StorageError: the disk said no.
+    """
+    file = sessions / session / LOG_NAME
+    state = LogState(session)
+    found: list[chat.ChatMessage] = []
+    for line_number, line in split_log(file, _read_all(file, fd)):
+        try:
+            message = state.apply(decode_line(line))
+        except (ValueRefused, OutOfOrder) as exc:
+            raise SessionDamaged(file=file, line=line_number, problem=str(exc)) from exc
+        if message is not None:
+            found.append(message)
+    if state.start is None:
+        raise SessionDamaged(file=file, line=1, problem="the log is empty")
+    return state, _read_baseline(sessions / session / BASELINE_NAME, state.start.baseline), found
+
+
+def split_log(file: Path, raw: bytes) -> Iterator[tuple[int, bytes]]:
+    """Cut a log into its lines, numbered from 1; LF alone ends a line.
+
+    Raises:
+        SessionDamaged: for a last line without its LF, once all others were given.
+    """
+    *lines, rest = raw.split(b"\n")
+    yield from enumerate(lines, start=1)
+    if rest:
+        raise SessionDamaged(
+            file=file,
+            line=len(lines) + 1,
+            problem=f"the last line is torn ({len(rest)} bytes without an end); "
+            f"`bxctl session repair {file.parent.name}` cuts it off and keeps a copy",
+        )
+
+
+def _read_all(file: Path, fd: int) -> bytes:
+    try:
+        size = os.fstat(fd).st_size
+        raw = b""
+        while len(raw) < size:
+            piece = os.pread(fd, size - len(raw), len(raw))
+            if not piece:
+                break
+            raw += piece
+        return raw
+    except OSError as exc:
+        raise StorageError(action="read", file=file, reason=exc.strerror or str(exc)) from exc
+
+
+def _read_baseline(file: Path, expected_hash: str) -> Baseline:
+    try:
+        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            raw = _read_all(file, fd)
+        finally:
+            os.close(fd)
+    except OSError as exc:
+        raise SessionDamaged(file=file, line=0, problem=f"the baseline cannot be read: {exc.strerror}") from exc
+    if baseline_hash(raw) != expected_hash:
+        raise SessionDamaged(file=file, line=0, problem="the baseline is not the one that the session began with")
+    try:
+        return BASELINE.decode(raw)
+    except ValueRefused as exc:
+        raise SessionDamaged(file=file, line=0, problem=str(exc)) from exc
