@@ -15,6 +15,7 @@ import json
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Literal
 
@@ -89,25 +90,7 @@ class Client:
         self._now_s = now_s
         self._gates: dict[int, SlotGate] = {}
         self._looks = True
-        url = config.server.url
-        unix = url.removeprefix("unix:") if url.startswith("unix:") else None
-        headers = {"Connection": "close", "Accept-Encoding": "identity"}
-        if config.server.api_key is not None:
-            headers["Authorization"] = f"Bearer {config.server.api_key}"
-        transport = httpx.AsyncHTTPTransport(
-            uds=unix,
-            trust_env=False,
-            verify=url.startswith("https:"),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
-        )
-        self._http = httpx.AsyncClient(
-            transport=transport,
-            base_url="http://llama-server" if unix else url,
-            headers=headers,
-            timeout=None,
-            trust_env=False,
-            follow_redirects=False,
-        )
+        self._http = _Http(config)
 
     async def __aenter__(self) -> Client:
         return self
@@ -131,10 +114,9 @@ class Client:
 
         Cancellation: safe at any point; the connection is closed. There is no deadline here.
         """
-        content = None if body is None else json.dumps(body, ensure_ascii=False).encode("utf-8")
-        headers = {} if content is None else {"Content-Type": "application/json"}
+        content = b"" if body is None else json.dumps(body, ensure_ascii=False).encode("utf-8")
         try:
-            async with self._http.stream(method, path, content=content, headers=headers) as response:
+            async with self._http.open(method, path, content) as response:
                 raw = await _read(response, PROBE_MAX_BYTES)
         except httpx.HTTPError as exc:
             raise _transport_error("connect", exc) from exc
@@ -263,10 +245,76 @@ class Client:
             look = None
 
 
+class _Body(httpx.AsyncByteStream):
+    """The bytes of a request as a plain iterator: httpx's own is a generator, which a cancel would strand."""
+
+    def __init__(self, data: bytes) -> None:
+        self._chunks = [data] if data else []
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes:
+        if not self._chunks:
+            raise StopAsyncIteration
+        return self._chunks.pop()
+
+
+class _Http:
+    """How requests are sent: every header is ours, and nothing is heeded of the environment."""
+
+    def __init__(self, config: Config) -> None:
+        url = config.server.url
+        unix = url.removeprefix("unix:") if url.startswith("unix:") else None
+        self._base = "http://llama-server" if unix else url
+        self._headers = {
+            "Host": httpx.URL(self._base).netloc.decode("ascii"),
+            "Connection": "close",
+            "Accept": "text/event-stream, application/json",
+            "Accept-Encoding": "identity",
+        }
+        if config.server.api_key is not None:
+            self._headers["Authorization"] = f"Bearer {config.server.api_key}"
+        self._client = httpx.AsyncClient(
+            transport=httpx.AsyncHTTPTransport(
+                uds=unix,
+                trust_env=False,
+                verify=url.startswith("https:"),
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+            ),
+            timeout=None,
+            trust_env=False,
+            follow_redirects=False,
+        )
+        self.aclose = self._client.aclose
+
+    @asynccontextmanager
+    async def open(
+        self, method: str, path: str, content: bytes, trace: Callable[[str, Any], Awaitable[None]] | None = None
+    ) -> AsyncIterator[httpx.Response]:
+        """Send a request; the response is open inside the block, its connection closed after it."""
+        headers = dict(self._headers)
+        if content:
+            headers["Content-Type"] = "application/json"
+        if content or method == "POST":
+            headers["Content-Length"] = str(len(content))
+        extensions: dict[str, Any] = {"timeout": httpx.Timeout(None).as_dict()}
+        if trace is not None:
+            extensions["trace"] = trace
+        request = httpx.Request(
+            method, f"{self._base}{path}", headers=headers, stream=_Body(content), extensions=extensions
+        )
+        response = await self._client.send(request, stream=True)
+        try:
+            yield response
+        finally:
+            await response.aclose()
+
+
 class _Try:
     """One POST and its stream."""
 
-    def __init__(self, http: httpx.AsyncClient, config: Config, request: ChatRequest, emit: Emit) -> None:
+    def __init__(self, http: _Http, config: Config, request: ChatRequest, emit: Emit) -> None:
         self._http = http
         self._timeouts = config.timeouts
         self._request = request
@@ -285,17 +333,16 @@ class _Try:
         self._wait("connect", self._timeouts.connect_s)
         with self._scope:
             try:
-                async with self._http.stream(
-                    "POST",
-                    "/v1/chat/completions",
-                    content=self._request.body,
-                    headers={"Content-Type": "application/json", "Accept": "text/event-stream"},
-                    extensions={"trace": self._connected},
+                async with self._http.open(
+                    "POST", "/v1/chat/completions", self._request.body, trace=self._connected
                 ) as response:
                     headers_seen = True
                     if response.status_code != 200:
                         raise await self._refusal(response)
                     await self._stream(response)
+            except InferenceError:
+                if not self._assembler.finished:  # a whole reply is kept, whatever comes after it
+                    raise
             except httpx.HTTPError as exc:
                 if not self._assembler.finished:
                     raise _transport_error("broken" if headers_seen else "connect", exc) from exc
@@ -318,7 +365,7 @@ class _Try:
             async for chunk in chunks:
                 await self._take(chunk)
                 if self._assembler.done or self._assembler.over_cap:
-                    return
+                    break
                 if len(self._decoder.foreign or b"") >= self._event_max_bytes:
                     break
         finally:

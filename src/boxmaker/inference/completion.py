@@ -25,6 +25,8 @@ BUDGET_MESSAGE = "[The thinking budget is used up. I answer now.]"
 """Forced by the server at the end of reasoning when the cap fires; finding it is how we know."""
 CAP_MARGIN_TOKENS = 256
 """How far over the cap a server that ignores the budget may go before we hang up."""
+CALL_BYTES = 64
+"""What a call costs of `reply_max_bytes` besides its text: a stream of empty calls must end too."""
 
 _UNCLEAN = re.compile("[\ud800-\udfff\x00]")
 _PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
@@ -53,13 +55,20 @@ class _Text:
             if text and "\ud800" <= text[-1] <= "\udbff":
                 self.waiting, text = text[-1], text[:-1]
             text = clean_text(text)
-        self.pieces.append(text)
+        if text or not self.pieces:  # "" is kept once: it tells a string from none
+            self.pieces.append(text)
         return text
 
+    def end(self) -> str:
+        """Wait no longer; give what stands for the half that waited, if any."""
+        if not self.waiting:
+            return ""
+        self.waiting = ""
+        self.pieces.append(REPLACEMENT)
+        return REPLACEMENT
+
     def joined(self) -> str | None:
-        if self.waiting:
-            self.pieces.append(REPLACEMENT)
-            self.waiting = ""
+        self.end()
         return "".join(self.pieces) if self.pieces else None
 
 
@@ -95,7 +104,8 @@ class Completion:
 class CompletionAssembler:
     """Assemble one completion from the events of its stream.
 
-    `thinking_cap` is in tokens, `reply_max_bytes` counts the UTF-8 of all fields together.
+    `thinking_cap` is in tokens, `reply_max_bytes` counts the UTF-8 of all fields together, and
+    CALL_BYTES for each call.
     """
 
     def __init__(self, *, thinking_cap: int, reply_max_bytes: int) -> None:
@@ -141,20 +151,23 @@ class CompletionAssembler:
             raise error_of(200, _parsed(data))
         if data.strip() == "[DONE]":
             self.done = True
-            self.finished = self.finished or self.begun
-            return self._end_of_reasoning() if self.finished else []
+            return self._end() if self.begun and not self.finished else []
         if not data.strip():
             return []
         try:
             chunk = json.loads(data)
         except (ValueError, RecursionError) as exc:
+            if self.finished or event.name != "message":
+                return []  # the reply is whole, only figures are lost; or `event: ping` with a word as data
             raise InferenceError(kind="broken", message=f"the server sent a chunk that is not JSON: {exc}") from exc
-        if not isinstance(chunk, dict):
-            raise InferenceError(kind="broken", message="the server sent a chunk that is no JSON object")
-        return self._chunk(chunk)
+        if isinstance(chunk, dict):
+            return self._chunk(chunk)
+        if self.finished:
+            return []
+        raise InferenceError(kind="broken", message="the server sent a chunk that is no JSON object")
 
     def _chunk(self, chunk: dict[str, Any]) -> list[ChatEvent]:
-        if chunk.get("error") is not None and not self.finished:
+        if chunk.get("error") not in (None, False) and not self.finished:
             raise error_of(200, chunk["error"])
         if isinstance(chunk.get("usage"), dict):
             self._usage = chunk["usage"]
@@ -176,9 +189,18 @@ class CompletionAssembler:
             reason = choice.get("finish_reason")
             if isinstance(reason, str) and reason and not self.over_cap:
                 self._finish_reason = reason
-                self.finished = True
-                events += self._end_of_reasoning()
+                events += self._end()
         return events
+
+    def _end(self) -> list[ChatEvent]:
+        """Take the reply as whole; give what was still held back of it."""
+        self.finished = not self.over_cap
+        events: list[ChatEvent] = []
+        if reasoning := self._reasoning.end():
+            events.append(Reasoning(text=reasoning))
+        if content := self._content.end():
+            events.append(Content(text=content))
+        return events + self._end_of_reasoning()
 
     def _progress(self, value: Any, events: list[ChatEvent]) -> None:
         if isinstance(value, dict):
@@ -203,7 +225,7 @@ class CompletionAssembler:
             if self._reasoning_tokens >= self._hang_up_at:
                 self.over_cap = True
                 self._capped = True
-                events += self._end_of_reasoning()
+                events += self._end()
                 return
         content = delta.get("content")
         if isinstance(content, str):
@@ -246,6 +268,7 @@ class CompletionAssembler:
             index = 0
         at = self._by_index.get(index)
         if at is None or self._is_another(self._calls[at], call_id, name):
+            self._spend_bytes(CALL_BYTES)
             at = self._by_index[index] = len(self._calls)
             self._calls.append(_Call())
         call = self._calls[at]
@@ -266,10 +289,13 @@ class CompletionAssembler:
             return clean_text(call_id) != call.id
         if not name or not call.arguments.pieces:
             return False
-        return name != "".join(call.name.pieces) or _is_json("".join(call.arguments.pieces))
+        return name != "".join(call.name.pieces) or _is_whole(call.arguments.pieces)
 
     def _spend(self, text: str) -> None:
-        self._room_bytes -= len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+        self._spend_bytes(len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass")))
+
+    def _spend_bytes(self, count: int) -> None:
+        self._room_bytes -= count
         if self._room_bytes < 0:
             raise InferenceError(
                 kind="limit",
@@ -379,12 +405,20 @@ def _as_text(value: Any) -> str:
     """Text as it is, nothing for null, another JSON value as its compact text."""
     if type(value) is str:
         return value
-    return "" if value is None else json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-
-
-def _is_json(text: str) -> bool:
     try:
-        json.loads(text)
+        return "" if value is None else json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    except RecursionError:  # what could just be read may be too deep to write: the stack is another
+        return "(nested too deep)"
+
+
+def _is_whole(pieces: list[str]) -> bool:
+    """Tell whether pieces of arguments make a JSON text."""
+    if pieces[0].startswith("{"):
+        last = next(stripped for piece in reversed(pieces) if (stripped := piece.rstrip()))
+        if not last.endswith("}"):
+            return False  # asked for every piece, so the usual answer must not join them all
+    try:
+        json.loads("".join(pieces))
     except (ValueError, RecursionError):
         return False
     return True

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from datetime import UTC
 from email.utils import parsedate_to_datetime
 from typing import TypeAlias
 
@@ -120,5 +121,7 @@ def retry_after_ms(header: str | None, now_s: float) -> float | None:
         moment = parsedate_to_datetime(header)
     except (TypeError, ValueError, IndexError, OverflowError):
         return None
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=UTC)  # RFC 9110: every HTTP date is UTC, also the old form without a zone
     after_ms = (moment.timestamp() - now_s) * 1000
     return after_ms if after_ms > 0 else None

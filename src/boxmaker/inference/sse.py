@@ -37,9 +37,9 @@ class SseDecoder:
 
     def __init__(self, event_max_bytes: int) -> None:
         self._max = event_max_bytes
-        self._line: list[bytes] = []
-        self._line_bytes = 0
+        self._line = bytearray()
         self._after_cr = False
+        self._bom_possible = True
         self._begun = False
         self._name = "message"
         self._data: list[bytes] = []
@@ -76,15 +76,12 @@ class SseDecoder:
         *lines, rest = chunk.split(b"\n")
         for line in lines:
             if self._line:
-                self._line.append(line)
-                line = b"".join(self._line)
+                line = bytes(self._line) + line
                 self._line.clear()
-            self._line_bytes = 0
             self._take_line(line, events)
         if rest:
-            self._line.append(rest)
-            self._line_bytes += len(rest)
-            self._check(self._line_bytes)
+            self._line += rest
+            self._check(len(self._line))
         return events
 
     def eof(self) -> list[SseEvent]:
@@ -92,19 +89,23 @@ class SseDecoder:
         events: list[SseEvent] = []
         if self._foreign is None:
             if self._line:
-                line, self._line, self._line_bytes = b"".join(self._line), [], 0
+                line = bytes(self._line)
+                self._line.clear()
                 self._take_line(line, events)
             self._take_line(b"", events)
         return events
 
     def _begin(self, chunk: bytes) -> bytes | None:
         """Drop a byte order mark and white space, then tell a stream from another body."""
-        head = b"".join(self._line) + chunk
-        if head and len(head) < len(_BOM) and _BOM.startswith(head):
-            self._line = [head]
-            return None
-        self._line = []
-        bare = head.removeprefix(_BOM).lstrip(b" \t\r\n")
+        head = bytes(self._line) + chunk
+        self._line.clear()
+        if self._bom_possible and head:
+            if len(head) < len(_BOM) and _BOM.startswith(head):
+                self._line += head
+                return None
+            self._bom_possible = False  # it is one at the very beginning only
+            head = head.removeprefix(_BOM)
+        bare = head.lstrip(b" \t\r\n")
         if not bare:
             return None
         self._begun = True
@@ -143,8 +144,8 @@ class SseDecoder:
 
     def _add_data(self, value: bytes) -> None:
         self._data.append(value)
-        self._data_bytes += len(value)
-        self._check(self._data_bytes)
+        self._data_bytes += len(value) + 1  # the LF between lines: empty ones must not be free
+        self._check(self._data_bytes - 1)
 
     def _check(self, size_bytes: int) -> None:
         if size_bytes > self._max:

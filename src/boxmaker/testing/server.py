@@ -18,38 +18,41 @@ import trio
 from attrs import define, field, frozen
 
 
+class Step:
+    """One thing that a script does."""
+
+
 @frozen
-class Send:
+class Send(Step):
     """Send these bytes in one write."""
 
     data: bytes
 
 
 @frozen
-class Pause:
+class Pause(Step):
     """Send nothing for that many seconds."""
 
     seconds: float
 
 
 @frozen
-class Until:
+class Until(Step):
     """Wait for an event of the test."""
 
     event: trio.Event
 
 
 @frozen
-class Hang:
+class Hang(Step):
     """Send nothing more until the client goes."""
 
 
 @frozen
-class Reset:
+class Reset(Step):
     """Break the connection with a TCP reset."""
 
 
-Step: TypeAlias = Send | Pause | Until | Hang | Reset
 Script: TypeAlias = bytes | Sequence[Step]
 """What answers one completion: a whole raw response, or steps. The connection closes after it."""
 
@@ -266,7 +269,11 @@ class ScriptedServer:
             for step in steps:
                 match step:
                     case Send(data=data):
-                        await stream.send_all(data)
+                        try:
+                            await stream.send_all(data)
+                        except trio.BrokenResourceError:  # not through the nursery: it would come out as a group
+                            request.hung_up = True
+                            break
                     case Pause(seconds=seconds):
                         await trio.sleep(seconds)
                     case Until(event=event):

@@ -1,0 +1,145 @@
+"""What the server's template is asked, and when it is asked again."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from boxmaker.errors import InferenceError
+from boxmaker.inference.client import Client
+from boxmaker.inference.facts import TOOL_TURN, ServerFacts, find_alternate, prompt_of, render
+from boxmaker.testing.daemon import make_config
+from boxmaker.testing.server import error_response, json_response, scripted_server
+from boxmaker.tools.fake import fake_registry
+
+TOOLS = fake_registry().core_schemas()
+
+
+def strict_template(refused: set[tuple[str, str]]) -> Any:
+    """A template that refuses some roles directly after others."""
+
+    def render_strictly(body: dict[str, Any]) -> bytes:
+        roles = [message["role"] for message in body["messages"]]
+        if refused & set(pairwise(roles)):
+            return error_response(500, "Conversation roles must alternate user/assistant/user/assistant/...")
+        return json_response(200, {"prompt": json.dumps(body["messages"])})
+
+    return render_strictly
+
+
+@pytest.mark.parametrize(
+    ("refused", "alternate"),
+    [
+        (set(), False),
+        ({("user", "user")}, True),
+        ({("tool", "user")}, True),
+        ({("user", "user"), ("tool", "user")}, True),
+        ({("system", "user")}, False),
+        ({("user", "user"), ("user", "assistant")}, False),
+    ],
+    ids=["none", "user user", "tool user", "both", "refuses everything", "refuses the note too"],
+)
+async def test_alternate_is_found_by_asking(
+    tmp_path: Path, autojump_clock: MockClock, refused: set[tuple[str, str]], alternate: bool
+) -> None:
+    async with scripted_server() as server:
+        server.apply_template = strict_template(refused)
+        config = make_config(tmp_path, server.url)
+        async with Client(config) as client:
+            assert await find_alternate(client, config, TOOLS) is alternate
+
+
+@pytest.mark.parametrize("status", [404, 501])
+async def test_a_server_without_apply_template_does_not_alternate(
+    tmp_path: Path, autojump_clock: MockClock, status: int
+) -> None:
+    async with scripted_server() as server:
+        server.apply_template = error_response(status, "File Not Found")
+        config = make_config(tmp_path, server.url)
+        async with Client(config) as client:
+            assert await find_alternate(client, config, TOOLS) is False
+
+
+async def test_the_template_is_asked_with_what_a_request_would_send(tmp_path: Path, autojump_clock: MockClock) -> None:
+    text = '[request]\nchat_template_kwargs = { date_string = "26 Jul 2024" }\n'
+    async with scripted_server() as server:
+        config = make_config(tmp_path, server.url, text)
+        async with Client(config) as client:
+            answer = await render(client, config, TOOL_TURN, TOOLS)
+        asked = server.received[0].json()
+    assert prompt_of(answer) is not None
+    assert asked["chat_template_kwargs"] == {
+        "enable_thinking": True,
+        "preserve_reasoning": True,
+        "date_string": "26 Jul 2024",
+    }
+    assert [message["role"] for message in asked["messages"]] == ["system", "user", "assistant", "tool"]
+    assert asked["messages"][2] == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "call00001", "type": "function", "function": {"name": "clock", "arguments": "{}"}}],
+    }
+    assert [tool["function"]["name"] for tool in asked["tools"]] == ["clock", "find_tool", "call_tool"]
+
+
+async def test_a_template_that_is_not_rendered_in_time_is_an_error(tmp_path: Path, autojump_clock: MockClock) -> None:
+    listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    url = f"http://127.0.0.1:{listeners[0].socket.getsockname()[1]}"
+    config = make_config(tmp_path, url)
+    async with Client(config) as client:
+        with pytest.raises(InferenceError, match="within 30 s"):
+            await render(client, config, TOOL_TURN, TOOLS)
+    await listeners[0].aclose()
+
+
+async def test_facts_are_asked_again_only_when_the_model_changes(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async with scripted_server() as server:
+        server.apply_template = strict_template({("user", "user")})
+        config = make_config(tmp_path, server.url)
+        facts = ServerFacts(model="old")
+        async with Client(config) as client:
+            for same in ("old", None, "old"):
+                facts.saw_model(same)
+                await facts.refresh(client, config, TOOLS)
+            assert server.received == []
+            facts.saw_model("new")
+            await facts.refresh(client, config, TOOLS)
+            assert facts.alternate is True
+            asked = len(server.received)
+            assert asked > 0
+            await facts.refresh(client, config, TOOLS)
+            assert len(server.received) == asked
+
+
+async def test_the_first_model_that_is_seen_is_no_change(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async with scripted_server() as server:
+        config = make_config(tmp_path, server.url)
+        facts = ServerFacts()
+        facts.saw_model("first")
+        async with Client(config) as client:
+            await facts.refresh(client, config, TOOLS)
+        assert server.received == []
+
+
+async def test_facts_stay_stale_when_the_server_does_not_answer(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async with scripted_server() as server:
+        url = server.url
+        server.apply_template = strict_template({("tool", "user")})
+    facts = ServerFacts(model="old", alternate=False)
+    facts.saw_model("new")
+    config = make_config(tmp_path, url)
+    async with Client(config) as client:
+        await facts.refresh(client, config, TOOLS)
+    assert facts.alternate is False
+    async with scripted_server() as server:
+        server.apply_template = strict_template({("tool", "user")})
+        config = make_config(tmp_path, server.url)
+        async with Client(config) as client:
+            await facts.refresh(client, config, TOOLS)
+    assert facts.alternate is True
