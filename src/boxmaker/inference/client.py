@@ -319,8 +319,7 @@ class _Try:
         self._timeouts = config.timeouts
         self._request = request
         self._emit = emit
-        self._event_max_bytes = config.inference.event_max_bytes
-        self._decoder = SseDecoder(self._event_max_bytes)
+        self._decoder = SseDecoder(config.inference.event_max_bytes)
         self._assembler = CompletionAssembler(
             thinking_cap=config.thinking.cap, reply_max_bytes=config.inference.reply_max_bytes
         )
@@ -366,7 +365,7 @@ class _Try:
                 await self._take(chunk)
                 if self._assembler.done or self._assembler.over_cap:
                     break
-                if len(self._decoder.foreign or b"") >= self._event_max_bytes:
+                if self._decoder.full:
                     break
         finally:
             await _leave(chunks)

@@ -45,6 +45,12 @@ class SseDecoder:
         self._data: list[bytes] = []
         self._data_bytes = 0
         self._foreign: bytearray | None = None
+        self._over: InferenceError | None = None
+
+    @property
+    def full(self) -> bool:
+        """Is the body no stream, and as long as we keep of one?"""
+        return self._foreign is not None and len(self._foreign) >= self._max
 
     @property
     def foreign(self) -> bytes | None:
@@ -55,8 +61,11 @@ class SseDecoder:
         """Take bytes, give the events that are complete now.
 
         Raises:
-            InferenceError: kind `limit`, when one event is over `event_max_bytes`.
+            InferenceError: kind `limit`, when one event is over `event_max_bytes`; the events before it
+                were given by an earlier call.
         """
+        if self._over is not None:
+            raise self._over
         if not self._begun:
             begun = self._begin(chunk)
             if begun is None:
@@ -74,18 +83,25 @@ class SseDecoder:
             chunk = chunk.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         events: list[SseEvent] = []
         *lines, rest = chunk.split(b"\n")
-        for line in lines:
-            if self._line:
-                line = bytes(self._line) + line
-                self._line.clear()
-            self._take_line(line, events)
-        if rest:
-            self._line += rest
-            self._check(len(self._line))
+        try:
+            for line in lines:
+                if self._line:
+                    line = bytes(self._line) + line
+                    self._line.clear()
+                self._take_line(line, events)
+            if rest:
+                self._line += rest
+                self._check(len(self._line))
+        except InferenceError as exc:
+            self._over = exc
+            if not events:
+                raise
         return events
 
     def eof(self) -> list[SseEvent]:
-        """Say that the body ended; give what its last lines hold."""
+        """Say that the body ended; give what its last lines hold. Raises as `feed` does."""
+        if self._over is not None:
+            raise self._over
         events: list[SseEvent] = []
         if self._foreign is None:
             if self._line:
