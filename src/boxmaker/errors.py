@@ -85,7 +85,7 @@ class ChannelClosed(BoxmakerError):
     """loopd closed the connection before its final frame; the turn was cancelled or lost."""
 
     def __str__(self) -> str:
-        return "loopd closed the connection before the answer was complete"
+        return "loopd closed the connection before the answer was complete; its log on stderr says why"
 
 
 class WireableError(BoxmakerError):
@@ -117,7 +117,7 @@ class UnsupportedVersion(WireableError):
     found: str
 
     def __str__(self) -> str:
-        return f"this loopd speaks protocol version 1, the frame says v = {self.found}"
+        return f"protocol version 1 is spoken here, the frame says v = {self.found}; use one release on both ends"
 
     def detail(self) -> dict[str, object]:
         return {"supported": [1]}
@@ -155,7 +155,7 @@ class ShuttingDown(WireableError):
     code: ClassVar[str] = "shutting_down"
 
     def __str__(self) -> str:
-        return "loopd is shutting down"
+        return "loopd is shutting down; send the turn again when it is back"
 
 
 @define(kw_only=True)
@@ -166,7 +166,7 @@ class NoSuchSession(WireableError):
     session: str
 
     def __str__(self) -> str:
-        return f"there is no session {self.session}"
+        return f"there is no session {self.session}; a turn with resume: false begins it"
 
     def detail(self) -> dict[str, object]:
         return {"session": self.session}
@@ -180,7 +180,7 @@ class SessionExists(WireableError):
     session: str
 
     def __str__(self) -> str:
-        return f"session {self.session} exists already"
+        return f"session {self.session} exists already; resume it, or choose another id"
 
     def detail(self) -> dict[str, object]:
         return {"session": self.session}
@@ -194,7 +194,7 @@ class SessionBusy(WireableError):
     session: str
 
     def __str__(self) -> str:
-        return f"session {self.session} is busy with another turn"
+        return f"session {self.session} is busy with another turn; try again when that has ended"
 
     def detail(self) -> dict[str, object]:
         return {"session": self.session}
@@ -285,7 +285,7 @@ class SessionFull(WireableError):
     message: str
 
     def __str__(self) -> str:
-        return f"the session no longer fits the server's context: {self.message}"
+        return f"the session no longer fits the server's context: {self.message}; go on in a new session"
 
 
 @define(kw_only=True)

@@ -6,12 +6,17 @@ decides what is sent back for the rest of the session, so it must be the same af
 
 from __future__ import annotations
 
-import json
+import re
 from typing import Any
 
 from boxmaker.errors import ValueRefused
 from boxmaker.proto.codec import SURROGATE, JsonObject, dumps, found, loads
 
+_ESCAPE = re.compile(
+    r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"  # two halves that make a character
+    r"|(?P<lone>\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
+    r"|\\."
+)
 MAX_DEPTH = 100
 """Nesting that is taken; Python's own limit depends on the caller's stack, so it cannot decide."""
 
@@ -30,7 +35,7 @@ def parse_arguments(text: str) -> JsonObject:
     value = loads(text)
     if type(value) is not dict:
         raise ValueRefused(path="$", problem=f"{found(value)} is not an object")
-    if "\\u" in text and SURROGATE.search(json.dumps(value, ensure_ascii=False)):
+    if SURROGATE.search(text) or any(escape["lone"] for escape in _ESCAPE.finditer(text)):
         raise ValueRefused(path="$", problem="holds a lone surrogate")
     return value
 

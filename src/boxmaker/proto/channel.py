@@ -6,13 +6,22 @@ Source: M2b section 6.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 from attrs import frozen
 
 from boxmaker.errors import WireableError
 from boxmaker.proto.chat import Content, Figures, Progress, Queued, Reasoning, Retrying, ThinkingCapped, Waiting
-from boxmaker.proto.codec import Codec, Count, JsonObject, TaggedCodec, strict_converter
+from boxmaker.proto.codec import (
+    SURROGATE,
+    Codec,
+    Count,
+    JsonObject,
+    TaggedCodec,
+    check_text,
+    found,
+    strict_converter,
+)
 from boxmaker.proto.ids import SessionId, parse_session_id
 from boxmaker.proto.records import ResultClass
 
@@ -35,12 +44,16 @@ class ErrorCode(StrEnum):
     INFERENCE = "inference"
 
 
+UserText = Annotated[str, "user text"]
+"""What the owner said: text without NUL, which no server takes."""
+
+
 @frozen(kw_only=True)
 class Turn:
     """Run one turn; `resume` says whether the session must exist, or must not."""
 
     session: SessionId
-    content: str
+    content: UserText
     resume: bool
 
 
@@ -100,11 +113,23 @@ class WireError:
 
 def _code(value: object, _: object) -> ErrorCode:
     if type(value) is not str or value not in ErrorCode._value2member_map_:
-        raise ValueError(f"unknown error code {value!r}")
+        raise ValueError(f"unknown error code {found(value)}")
     return ErrorCode(value)
 
 
-_converter = strict_converter({SessionId: lambda value, _: parse_session_id(value), ErrorCode: _code})
+def _user_text(value: object, kind: object) -> str:
+    text = check_text(value, kind)
+    if "\x00" in text:
+        raise ValueError("text with a NUL character")
+    return text
+
+
+_converter = strict_converter({
+    SessionId: lambda value, _: parse_session_id(value),
+    ErrorCode: _code,
+    UserText: _user_text,
+})  # fmt: skip
+_converter.register_unstructure_hook(ErrorCode, lambda code: code.value)
 
 TURN: Codec[Turn] = Codec(_converter, Turn)
 TURN_DONE: Codec[TurnDone] = Codec(_converter, TurnDone)
@@ -128,5 +153,13 @@ TURN_EVENTS: TaggedCodec[TurnEvent] = TaggedCodec(
 
 
 def wire_error(error: WireableError) -> WireError:
-    """Say one of our errors to a channel."""
-    return WireError(code=ErrorCode(error.code), message=str(error), detail=error.detail())
+    """Say one of our errors to a channel.
+
+    An error can always be said: a lone surrogate (the name of a file that is not UTF-8) becomes U+FFFD.
+    """
+    detail = {key: _sayable(value) if isinstance(value, str) else value for key, value in error.detail().items()}
+    return WireError(code=ErrorCode(error.code), message=_sayable(str(error)), detail=detail)
+
+
+def _sayable(text: str) -> str:
+    return SURROGATE.sub("\ufffd", text)

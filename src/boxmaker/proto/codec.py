@@ -3,18 +3,26 @@
 Laws:
 * What would be refused on reading is refused on writing: `encode` reads its own text back.
 * Nothing is coerced: `true` is no number, `5` is no text, an unknown key is an error.
-* A refusal names the path of the value (`$.tool_calls[0].id`).
+* A refusal names the path of the value (`$.tool_calls[0].id`), or of the object that lacks a key.
+* A refusal's text is short and free of surrogates, whatever the value is: it is sent, logged and shown.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Generic, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Generic, Literal, TypeVar, get_args, get_origin
 
 import attrs
-from cattrs import Converter, transform_error
+from cattrs import Converter
+from cattrs.errors import (
+    AttributeValidationNote,
+    BaseValidationError,
+    ForbiddenExtraKeysError,
+    IterableValidationNote,
+)
 from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn, override
 
 from boxmaker.errors import ValueRefused
@@ -41,7 +49,9 @@ def dumps(value: object) -> str:
     """
     try:
         text = _encoder.encode(value)
-    except (TypeError, ValueError, RecursionError) as exc:
+    except RecursionError as exc:
+        raise ValueRefused(path="$", problem="nested too deep") from exc
+    except (TypeError, ValueError) as exc:
         raise ValueRefused(path="$", problem=f"not JSON: {exc}") from exc
     if SURROGATE.search(text):
         raise ValueRefused(path="$", problem="holds a lone surrogate")
@@ -52,12 +62,13 @@ def loads(text: str | bytes) -> Any:
     """Read one JSON text; bytes are UTF-8.
 
     Raises:
-        ValueRefused: not UTF-8, not JSON (NaN and infinity included), or nested too deep.
+        ValueRefused: not UTF-8, not JSON (NaN and infinity included), a number over what a double
+            holds, or nested too deep.
     """
     try:
         if isinstance(text, bytes):
             text = text.decode("utf-8")
-        return json.loads(text, parse_constant=_no_constant, parse_float=_finite)
+        return DECODER.decode(text)
     except UnicodeDecodeError as exc:
         raise ValueRefused(path="$", problem=f"not UTF-8 at byte {exc.start}") from exc
     except RecursionError as exc:
@@ -73,8 +84,26 @@ def _no_constant(name: str) -> object:
 def _finite(text: str) -> float:
     value = float(text)
     if value in (float("inf"), float("-inf")):
-        raise ValueError(f"the number {text} is out of range")
+        raise ValueError(f"the number {_short(text)} is out of range")
     return value
+
+
+_MAX_DIGITS = 310  # with a sign, more than the longest integer that a double holds
+MAX_INTEGER = sys.float_info.max
+
+
+def _integer(text: str) -> int:
+    """Integers keep all digits up to the range of a double: other readers refuse those beyond.
+
+    Python's own limit (4,300 digits) can be moved by an environment variable, so it must not decide.
+    """
+    if len(text) <= _MAX_DIGITS and abs(value := int(text)) <= MAX_INTEGER:
+        return value
+    raise ValueError(f"the number {_short(text)} is out of range")
+
+
+DECODER = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite, parse_int=_integer)
+"""Made once: `json.loads` makes one a call. `loads` says what its errors mean."""
 
 
 def found(value: object) -> str:
@@ -83,11 +112,15 @@ def found(value: object) -> str:
         return "an object"
     if isinstance(value, list):
         return "an array"
-    shown = json.dumps(value)
-    return shown if len(shown) <= 40 else shown[:39] + "…"
+    return _short(json.dumps(value, default=lambda _: type(value).__name__))
 
 
-def _text(value: object, _: object) -> str:
+def _short(text: str) -> str:
+    return text if len(text) <= 40 else text[:39] + "…"
+
+
+def check_text(value: object, _: object) -> str:
+    """Take text without lone surrogates; raises ValueError for anything else."""
     if type(value) is not str:
         raise ValueError(f"expected text, found {found(value)}")
     if SURROGATE.search(value):
@@ -102,13 +135,13 @@ def _flag(value: object, _: object) -> bool:
 
 
 def _count(value: object, _: object) -> int:
-    if type(value) is not int or value < 0:
+    if type(value) is not int or not 0 <= value <= MAX_INTEGER:
         raise ValueError(f"expected an integer ≥ 0, found {found(value)}")
     return value
 
 
 def _positive(value: object, _: object) -> int:
-    if type(value) is not int or value < 1:
+    if type(value) is not int or not 1 <= value <= MAX_INTEGER:
         raise ValueError(f"expected an integer ≥ 1, found {found(value)}")
     return value
 
@@ -122,23 +155,35 @@ def _sha256(value: object, _: object) -> str:
 def _object(value: object, _: object) -> JsonObject:
     if type(value) is not dict:
         raise ValueError(f"expected an object, found {found(value)}")
-    dumps(value)
+    if loads(dumps(value)) != value:
+        raise ValueError("holds keys or values that JSON does not have")
+    return value
+
+
+def _one_of(value: object, kind: Any) -> str:
+    allowed: tuple[str, ...] = get_args(kind)
+    if type(value) is not str or value not in allowed:
+        raise ValueError(f"expected one of {', '.join(allowed)}, found {found(value)}")
     return value
 
 
 def strict_converter(extra: Mapping[object, Callable[[Any, Any], Any]] | None = None) -> Converter:
     """Build a converter that refuses what it is not sure of.
 
-    `extra` adds checks for further types (NewTypes of ids and times), `(value, type) -> value`.
+    `extra` adds checks for further types (NewTypes of ids and times, enums), `(value, type) -> value`.
     A field named `class_` is the key `class`.
     """
     converter = Converter(forbid_extra_keys=True)
     checks: dict[object, Callable[[Any, Any], Any]] = {
-        str: _text, bool: _flag, Count: _count, Positive: _positive, Sha256: _sha256, JsonObject: _object,
+        str: check_text, bool: _flag, Count: _count, Positive: _positive, Sha256: _sha256, JsonObject: _object,
     }  # fmt: skip
     checks.update(extra or {})
     for kind, check in checks.items():
-        converter.register_structure_hook_func(_is(kind), check)
+        if isinstance(kind, type):  # cattrs looks for a class first, and has coercions of its own for these
+            converter.register_structure_hook(kind, check)
+        else:
+            converter.register_structure_hook_func(_is(kind), check)
+    converter.register_structure_hook_func(_is_literal, _one_of)
     converter.register_structure_hook_func(_is_tuple, lambda value, t: _array(converter, value, t))
 
     def keys(cls: type) -> dict[str, Any]:
@@ -161,6 +206,10 @@ def _is_tuple(kind: Any) -> bool:
     return get_origin(kind) is tuple
 
 
+def _is_literal(kind: Any) -> bool:
+    return bool(get_origin(kind) == Literal)
+
+
 def _only_objects(structure: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     def checked(value: object, cls: Any) -> Any:
         if type(value) is not dict:
@@ -177,20 +226,27 @@ def _array(converter: Converter, value: object, kind: Any) -> tuple[Any, ...]:
     return tuple(converter.structure(value, items))
 
 
-def refusal(exc: Exception, path: str = "$") -> ValueRefused:
+def refusal(exc: BaseException, path: str = "$") -> ValueRefused:
     """Turn what a converter raised into the first refusal that it holds."""
-    problems = transform_error(exc, path=path, format_exception=_explain)
-    problem, _, where = problems[0].rpartition(" @ ")
-    return ValueRefused(path=where, problem=problem)
-
-
-def _explain(exc: BaseException, _: type | None) -> str:
+    above = path
+    while isinstance(exc, BaseValidationError):
+        exc = exc.exceptions[0]
+        above, path = path, path + _step(exc)
     if isinstance(exc, KeyError):
-        return f"the key {exc.args[0]!r} is missing"
-    extra = getattr(exc, "extra_fields", None)
-    if extra is not None:
-        return "unknown key " + ", ".join(repr(name) for name in sorted(extra))
-    return str(exc)
+        return ValueRefused(path=above, problem=f"the key {exc.args[0]!r} is missing")
+    if isinstance(exc, ForbiddenExtraKeysError):
+        return ValueRefused(path=path, problem=f"unknown key {found(min(exc.extra_fields))}")
+    return ValueRefused(path=path, problem=exc.problem if isinstance(exc, ValueRefused) else str(exc))
+
+
+def _step(exc: BaseException) -> str:
+    """The step of a path that cattrs has noted on an exception of a group."""
+    for note in getattr(exc, "__notes__", ()):
+        if isinstance(note, AttributeValidationNote):
+            return "." + note.name.removesuffix("_")
+        if isinstance(note, IterableValidationNote):
+            return f"[{note.index}]"
+    return ""
 
 
 class Codec(Generic[T]):
@@ -208,14 +264,15 @@ class Codec(Generic[T]):
         """
         try:
             return self._converter.structure(value, self._cls)
-        except ValueRefused:
-            raise
         except Exception as exc:  # cattrs raises groups, KeyError, ValueError: all mean "refused"
             raise refusal(exc, path) from exc
 
     def to_object(self, value: T) -> JsonObject:
         """Make the JSON object of a value; refuses what `from_object` would."""
-        made: JsonObject = self._converter.unstructure(value, self._cls)
+        try:
+            made: JsonObject = self._converter.unstructure(value, self._cls)
+        except (AttributeError, TypeError) as exc:  # a field that does not hold what its class says
+            raise ValueRefused(path="$", problem=f"no {self._cls.__name__}: {exc}") from exc
         self.from_object(made)
         return made
 
@@ -251,7 +308,9 @@ class TaggedCodec(Generic[T]):
 
     def to_object(self, value: T) -> JsonObject:
         """Make the tagged object of a value; refuses what `from_object` would."""
-        tag = self._tags[type(value)]
+        tag = self._tags.get(type(value))
+        if tag is None:
+            raise ValueRefused(path="$", problem=f"a {type(value).__name__} is none of {', '.join(self.tags)}")
         return {"type": tag, **self._codecs[tag].to_object(value)}
 
     def decode(self, text: str | bytes) -> T:

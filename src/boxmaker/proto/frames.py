@@ -8,6 +8,7 @@ Laws:
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from json.encoder import encode_basestring
 from typing import Any, TypeAlias
 
@@ -20,6 +21,8 @@ from boxmaker.proto.codec import SURROGATE, JsonObject, dumps, found, loads
 
 LENGTH_BYTES = 4
 VERSION = 1
+REQUEST_KINDS = ("turn",)
+ANSWER_KINDS = ("turn_event", "turn_done", "error")
 CLIENT_MAX_FRAME = 64 * 1024 * 1024
 """What a client accepts from loopd, in bytes."""
 
@@ -70,13 +73,13 @@ class Envelope:
     body: JsonObject
 
 
-def open_envelope(payload: bytes) -> Envelope:
-    """Read the outer object of a frame.
+def open_envelope(payload: bytes, kinds: Collection[str] | None = None) -> Envelope:
+    """Read the outer object of a frame; `kinds` are those that the caller knows, None for any.
 
     Raises:
         BadFrame: not UTF-8, not JSON, not an object.
         UnsupportedVersion: `v` is absent or not the integer 1.
-        BadRequest: any other key is missing, unknown or of the wrong type.
+        BadRequest: an unknown kind; any other key is missing, unknown or of the wrong type.
     """
     try:
         value = loads(payload)
@@ -92,9 +95,12 @@ def open_envelope(payload: bytes) -> Envelope:
             raise BadRequest(path="$", problem=f"the key {key!r} is missing")
         if type(value[key]) is not kind:
             raise BadRequest(path=f"$.{key}", problem=f"expected {name}, found {found(value[key])}")
-    unknown = sorted(set(value) - {"v", "kind", "final", "body"})
+        if key == "kind" and kinds is not None and value[key] not in kinds:
+            known = ", ".join(kinds)
+            raise BadRequest(path="$.kind", problem=f"unknown kind {found(value[key])}; known here: {known}")
+    unknown = set(value) - {"v", "kind", "final", "body"}
     if unknown:
-        raise BadRequest(path="$", problem=f"unknown key {unknown[0]!r}")
+        raise BadRequest(path="$", problem=f"unknown key {found(min(unknown))}")
     return Envelope(kind=value["kind"], final=value["final"], body=value["body"])
 
 
@@ -102,48 +108,53 @@ def decode_request(payload: bytes) -> Turn:
     """Read what a channel asks for.
 
     Raises:
-        BadFrame, UnsupportedVersion, BadRequest: as `open_envelope`, and BadRequest for an unknown
-            kind, a body that is not the kind's, and user text with NUL or a lone surrogate.
+        BadFrame, UnsupportedVersion, BadRequest: as `open_envelope`, and BadRequest for a body that is
+            not the kind's, user text with NUL or a lone surrogate among it.
     """
-    envelope = open_envelope(payload)
-    if envelope.kind != "turn":
-        raise BadRequest(path="$.kind", problem=f"unknown kind {found(envelope.kind)}; this loopd knows 'turn'")
+    envelope = open_envelope(payload, REQUEST_KINDS)
     if not envelope.final:
         raise BadRequest(path="$.final", problem="a request is its channel's only frame: final must be true")
     try:
-        turn = TURN.from_object(envelope.body, "$.body")
+        return TURN.from_object(envelope.body, "$.body")
     except ValueRefused as exc:
-        raise BadRequest(path=_below_body(exc.path), problem=exc.problem) from exc
-    if "\x00" in turn.content:
-        raise BadRequest(path="$.body.content", problem="text with a NUL character")
-    return turn
-
-
-def _below_body(path: str) -> str:
-    return path if path.startswith("$.body") else "$.body" + path.removeprefix("$")
+        raise BadRequest(path=exc.path, problem=exc.problem) from exc
 
 
 def decode_answer(payload: bytes) -> Answer | None:
     """Read a frame of loopd; None for an event of a type that this client does not know.
 
     Raises:
-        BadFrame, UnsupportedVersion, BadRequest: as `open_envelope`, and for a body that is not its kind's.
+        BadFrame, UnsupportedVersion, BadRequest: as `open_envelope`, and BadRequest for a `final` or a
+            body that is not the kind's.
     """
-    envelope = open_envelope(payload)
+    return answer_of(open_envelope(payload, ANSWER_KINDS))
+
+
+def answer_of(envelope: Envelope) -> Answer | None:
+    """Read the body of a frame of loopd, whose kind is one of ANSWER_KINDS; else as `decode_answer`."""
     body = envelope.body
+    if envelope.final is (envelope.kind == "turn_event"):
+        raise BadRequest(path="$.final", problem="turn_done and error are final, turn_event is not")
     try:
         if envelope.kind == "turn_done":
             return TURN_DONE.from_object(body, "$.body")
         if envelope.kind == "error":
             return WIRE_ERROR.from_object(body, "$.body")
-        if envelope.kind == "turn_event":
-            event = body.get("event")
-            if isinstance(event, dict) and event.get("type") not in TURN_EVENTS.tags:
-                return None
-            return TURN_EVENTS.from_object(event, "$.body.event")
+        return _event(body)
     except ValueRefused as exc:
         raise BadRequest(path=exc.path, problem=exc.problem) from exc
-    raise BadRequest(path="$.kind", problem=f"unknown kind {found(envelope.kind)}")
+
+
+def _event(body: JsonObject) -> TurnEvent | None:
+    if "event" not in body:
+        raise ValueRefused(path="$.body", problem="the key 'event' is missing")
+    if len(body) > 1:
+        raise ValueRefused(path="$.body", problem=f"unknown key {found(min(set(body) - {'event'}))}")
+    event = body["event"]
+    tag = event.get("type") if type(event) is dict else None
+    if type(tag) is str and tag not in TURN_EVENTS.tags:
+        return None
+    return TURN_EVENTS.from_object(event, "$.body.event")
 
 
 def frame(payload: bytes) -> bytes:

@@ -1,0 +1,104 @@
+"""The channel's values: the error codes, what each of our errors says to a channel, and the list of events."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from boxmaker import errors
+from boxmaker.errors import WireableError
+from boxmaker.proto.channel import TURN_EVENTS, ErrorCode, WireError, wire_error
+from boxmaker.proto.frames import decode_answer, encode_answer
+
+from .examples import FIXTURES, files, frame_object, split_frame, tag
+
+LOG = Path("/home/jürgen/boxmaker/sessions/a/0.jsonl")
+
+ERRORS: dict[str, WireableError] = {
+    "bad_frame": errors.BadFrame(problem="a frame of 2097152 bytes; allowed are 1 to 1048576"),
+    "bad_request": errors.BadRequest(path="$.body.resume", problem="expected true or false, found 0"),
+    "unsupported_version": errors.UnsupportedVersion(found="2"),
+    "internal": errors.InternalError(message="a fault inside loopd; its log has the details"),
+    "shutting_down": errors.ShuttingDown(),
+    "storage": errors.StorageError(action="append to", file=LOG, reason="No space left on device"),
+    "session_damaged": errors.SessionDamaged(
+        file=Path("/var/lib/boxmaker/sessions/a/0.jsonl"), line=7, problem="$.content: expected text, found 5"
+    ),
+    "session_full": errors.SessionFull(
+        message="the server answered 400: the request exceeds the available context size"
+    ),
+    "turn_limit": errors.TurnLimit(limit="tool_iterations", value=8),
+    "session_busy": errors.SessionBusy(session="20261130-141530-x7k2qf"),
+    "no_such_session": errors.NoSuchSession(session="a"),
+    "session_exists": errors.SessionExists(session="a"),
+    "inference": errors.InferenceError(
+        kind="http", status=503, message="the server answered 503: overloaded", attempts=5
+    ),
+}
+"""One of our errors for each example."""
+
+CODES = {
+    "bad_frame", "bad_request", "unsupported_version", "internal", "shutting_down", "storage", "session_damaged",
+    "session_full", "turn_limit", "session_busy", "no_such_session", "session_exists", "inference",
+}  # fmt: skip
+"""From design.md section 6: seven of its own, then M2b's six."""
+
+
+def test_the_codes_are_those_of_the_design() -> None:
+    assert {code.value for code in ErrorCode} == CODES
+
+
+def test_every_wireable_error_has_one_code_and_every_code_one_error() -> None:
+    codes = [cls.code for cls in WireableError.__subclasses__()]
+    assert sorted(codes) == sorted(ErrorCode)
+    assert len(set(codes)) == len(codes)
+
+
+def test_every_code_has_an_example_and_every_example_is_of_a_code() -> None:
+    assert {tag(name) for name in files("errors/*.frame")} == CODES == set(ERRORS)
+    for name, file in files("errors/*.frame").items():
+        assert frame_object(file)["body"]["code"] == tag(name)
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_an_error_is_said_as_its_example_byte_for_byte(name: str) -> None:
+    raw = (FIXTURES / "errors" / f"{name}.frame").read_bytes()
+    said = wire_error(ERRORS[name])
+    assert encode_answer(said) == raw
+    assert decode_answer(split_frame(raw)) == said
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_any_error_can_be_said_even_about_a_file_whose_name_is_not_utf8(name: str) -> None:
+    odd = "a\udce9\x00\u2028"
+    error = ERRORS[name]
+    cls: type = type(error)
+    names = [field.name for field in attrs.fields(cls)] if attrs.has(cls) else []
+    texts: dict[str, Any] = {key: odd for key in names if key in ("session", "message", "problem", "reason", "found")}
+    if "file" in names:
+        texts["file"] = Path(odd)
+    if texts:
+        error = attrs.evolve(error, **texts)  # type: ignore[misc]  # all but ShuttingDown are attrs classes
+    body = json.loads(split_frame(encode_answer(wire_error(error))))["body"]
+    assert body["code"] == name
+    assert "\ufffd" in body["message"] or name in ("shutting_down", "turn_limit")
+
+
+def test_a_detail_keeps_what_a_program_needs() -> None:
+    limit = errors.TurnLimit(limit="repeat_detection", value=2)
+    assert wire_error(limit) == WireError(
+        code=ErrorCode.TURN_LIMIT,
+        message="the turn was ended because the model repeated the same tool calls ([loop] repeat_detection)",
+        detail={"limit": "repeat_detection", "value": 2},
+    )
+
+
+def test_the_events_are_those_of_the_design() -> None:
+    assert set(TURN_EVENTS.tags) == {
+        "queued", "waiting", "progress", "reasoning", "content", "tool_call_started", "tool_result",
+        "thinking_capped", "retrying", "cache_loss", "cut",
+    }  # fmt: skip
