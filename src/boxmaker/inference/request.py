@@ -149,17 +149,30 @@ def _arguments(text: str) -> str:
 
 
 def _message_bytes(mended: dict[str, Any]) -> bytes:
-    """The compact JSON of a message, whose values are text but for `tool_calls`.
+    """The compact JSON of a message that the mender made.
 
     Written by hand because a cold resume writes them all; a test holds it equal to `dumps`.
     """
     parts = [
-        f'"{key}":{encode_basestring(value) if type(value) is str else dumps(value)}' for key, value in mended.items()
+        f'"{key}":{encode_basestring(value) if type(value) is str else _calls_text(value)}'
+        for key, value in mended.items()
     ]
     try:
         return f"{{{','.join(parts)}}}".encode()
     except UnicodeEncodeError as exc:
         raise ValueRefused(path="$", problem="holds a lone surrogate") from exc
+
+
+def _calls_text(calls: list[dict[str, Any]]) -> str:
+    made = []
+    for call in calls:
+        function = call["function"]
+        name, arguments = encode_basestring(function["name"]), encode_basestring(function["arguments"])
+        made.append(
+            f'{{"id":{encode_basestring(call["id"])},"type":"function","function":'
+            f'{{"name":{name},"arguments":{arguments}}}}}'
+        )
+    return f"[{','.join(made)}]"
 
 
 class RequestEncoder:

@@ -35,7 +35,9 @@ def parse_arguments(text: str) -> JsonObject:
     value = loads(text)
     if type(value) is not dict:
         raise ValueRefused(path="$", problem=f"{found(value)} is not an object")
-    if SURROGATE.search(text) or any(escape["lone"] for escape in _ESCAPE.finditer(text)):
+    if (not text.isascii() and SURROGATE.search(text)) or (
+        "\\u" in text and any(escape["lone"] for escape in _ESCAPE.finditer(text))
+    ):
         raise ValueRefused(path="$", problem="holds a lone surrogate")
     return value
 

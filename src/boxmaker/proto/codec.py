@@ -58,7 +58,7 @@ def dumps(value: object) -> str:
     return text
 
 
-def loads(text: str | bytes) -> Any:
+def loads(text: str | bytes, decoder: json.JSONDecoder | None = None) -> Any:
     """Read one JSON text; bytes are UTF-8.
 
     Raises:
@@ -68,7 +68,7 @@ def loads(text: str | bytes) -> Any:
     try:
         if isinstance(text, bytes):
             text = text.decode("utf-8")
-        return DECODER.decode(text)
+        return (decoder or _DECODER).decode(text)
     except UnicodeDecodeError as exc:
         raise ValueRefused(path="$", problem=f"not UTF-8 at byte {exc.start}") from exc
     except RecursionError as exc:
@@ -102,8 +102,10 @@ def _integer(text: str) -> int:
     raise ValueError(f"the number {_short(text)} is out of range")
 
 
-DECODER = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite, parse_int=_integer)
-"""Made once: `json.loads` makes one a call. `loads` says what its errors mean."""
+# Made once: `json.loads` makes one a call.
+_DECODER = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite, parse_int=_integer)
+CHECKED_COUNTS = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite)
+"""For values whose every integer is a Count, which has its own limit: a call in Python for each costs much."""
 
 
 def found(value: object) -> str:
@@ -286,9 +288,12 @@ class Codec(Generic[T]):
 
 
 class TaggedCodec(Generic[T]):
-    """Objects of a union, told apart by their key `type`."""
+    """Objects of a union, told apart by their key `type`; `decoder` reads their text, as in `loads`."""
 
-    def __init__(self, converter: Converter, classes: Mapping[str, type[Any]]) -> None:
+    def __init__(
+        self, converter: Converter, classes: Mapping[str, type[Any]], decoder: json.JSONDecoder | None = None
+    ) -> None:
+        self._decoder = decoder
         self._codecs: dict[str, Codec[Any]] = {tag: Codec(converter, cls) for tag, cls in classes.items()}
         self._tags = {cls: tag for tag, cls in classes.items()}
         self.tags = tuple(classes)
@@ -315,7 +320,7 @@ class TaggedCodec(Generic[T]):
 
     def decode(self, text: str | bytes) -> T:
         """Read one value; raises ValueRefused."""
-        return self.from_object(loads(text))
+        return self.from_object(loads(text, self._decoder))
 
     def encode(self, value: T) -> str:
         """Write one value; raises ValueRefused for what `decode` would refuse."""

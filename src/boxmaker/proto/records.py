@@ -12,7 +12,15 @@ from typing import Literal, TypeAlias, cast, get_args
 from attrs import frozen
 
 from boxmaker.proto.chat import ToolCall
-from boxmaker.proto.codec import DECODER, MAX_INTEGER, Count, JsonObject, Sha256, TaggedCodec, strict_converter
+from boxmaker.proto.codec import (
+    CHECKED_COUNTS,
+    MAX_INTEGER,
+    Count,
+    JsonObject,
+    Sha256,
+    TaggedCodec,
+    strict_converter,
+)
 from boxmaker.proto.ids import SessionId, parse_session_id
 from boxmaker.proto.time import Timestamp, is_timestamp, parse_timestamp
 
@@ -108,6 +116,7 @@ RECORDS: TaggedCodec[LogRecord] = TaggedCodec(
         "cache_loss": CacheLoss,
         "epoch_end": EpochEnd,
     },
+    CHECKED_COUNTS,
 )
 
 
@@ -125,13 +134,17 @@ def decode_line(line: bytes) -> LogRecord:
     """
     if b"\\u" not in line:  # an escape could be a lone surrogate
         try:
-            value = DECODER.decode(line.decode("utf-8"))
-            record = _QUICK[value["type"]](value)
-        except (ValueError, LookupError, TypeError, RecursionError):
+            text = line.decode("utf-8")
+            value, end = _scan(text, 0)
+            record = _QUICK[value["type"]](value) if end == len(text) or text[end:] == "\n" else None
+        except (StopIteration, ValueError, LookupError, TypeError, RecursionError):
             record = None  # the codec says what is wrong with it
         if record is not None:
             return record
     return RECORDS.decode(line)
+
+
+_scan = CHECKED_COUNTS.scan_once  # type: ignore[attr-defined]  # typeshed leaves it out; `raw_decode` calls it
 
 
 def _quick_user(o: JsonObject) -> User | None:

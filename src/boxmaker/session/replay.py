@@ -26,15 +26,15 @@ class OutOfOrder(Exception):
 class LogState:
     """Where a session stands after the records so far; `apply` takes the next.
 
-    `open_calls` are calls without a result, in the model's order. `last_figures` belong to the
-    last completion: None before the first, all-None figures when its Usage is missing.
+    `open_calls` are calls without a result, in the model's order.
     """
 
     session: SessionId
     start: SessionStart | None = None
     open_calls: list[ToolCall] = field(factory=list)
     next_call: int = 0
-    last_figures: TokenFigures | None = None
+    _completed: bool = False
+    _last_usage: Usage | None = None
     _awaits_usage: bool = False
 
     def copy(self) -> LogState:
@@ -51,30 +51,39 @@ class LogState:
         """
         if (self.start is None) != isinstance(record, SessionStart):
             raise OutOfOrder("a log begins with session_start, and has one")
-        awaited, self._awaits_usage = self._awaits_usage, False
-        match record:
-            case SessionStart():
-                if record.session != self.session:
-                    raise OutOfOrder(f"the log is of session {record.session}")
-                if record.epoch != 0:
-                    raise OutOfOrder(f"epoch {record.epoch} in the log of epoch 0")
-                self.start = record
-            case User():
-                self._no_open_calls("user")
-            case Assistant():
-                self._no_open_calls("assistant")
-                self.open_calls = list(record.tool_calls)
-                self.last_figures = TokenFigures(cache_n=None, prompt_n=None, predicted_n=None)
-                self._awaits_usage = True
-            case Usage():
-                if not awaited:
-                    raise OutOfOrder("usage does not follow its assistant record")
-                self.last_figures = TokenFigures(
-                    cache_n=record.cache_n, prompt_n=record.prompt_n, predicted_n=record.predicted_n
-                )
-            case ToolResult():
-                self._answered(record)
+        # By class and not by pattern: a cold resume of 10,000 records passes here.
+        kind = type(record)
+        if kind is Usage:
+            if not self._awaits_usage:
+                raise OutOfOrder("usage does not follow its assistant record")
+            self._last_usage = record  # type: ignore[assignment]  # it is one, as kind says
+        elif kind is Assistant:
+            self._no_open_calls("assistant")
+            self.open_calls = list(record.tool_calls)  # type: ignore[union-attr]  # the same
+            self._last_usage = None
+            self._completed = True
+        elif kind is User:
+            self._no_open_calls("user")
+        elif isinstance(record, ToolResult):
+            self._answered(record)
+        elif isinstance(record, SessionStart):
+            if record.session != self.session:
+                raise OutOfOrder(f"the log is of session {record.session}")
+            if record.epoch != 0:
+                raise OutOfOrder(f"epoch {record.epoch} in the log of epoch 0")
+            self.start = record
+        self._awaits_usage = kind is Assistant
         return message_of(record)
+
+    @property
+    def last_figures(self) -> TokenFigures | None:
+        """What the last completion cost: None before the first, all-None figures when its Usage is missing."""
+        if not self._completed:
+            return None
+        usage = self._last_usage
+        if usage is None:
+            return TokenFigures(cache_n=None, prompt_n=None, predicted_n=None)
+        return TokenFigures(cache_n=usage.cache_n, prompt_n=usage.prompt_n, predicted_n=usage.predicted_n)
 
     def _no_open_calls(self, what: str) -> None:
         if self.open_calls:
@@ -91,17 +100,14 @@ class LogState:
 
 def message_of(record: LogRecord) -> ChatMessage | None:
     """The message that a record stands for; None for records that the model never sees."""
-    match record:
-        case User():
-            return chat.User(content=record.content)
-        case Assistant():
-            return chat.Assistant(
-                content=record.content,
-                reasoning_content=record.reasoning_content,
-                tool_calls=record.tool_calls,
-            )
-        case ToolResult():
-            return chat.Tool(tool_call_id=record.tool_call_id, content=record.content)
+    if isinstance(record, Assistant):
+        return chat.Assistant(
+            content=record.content, reasoning_content=record.reasoning_content, tool_calls=record.tool_calls
+        )
+    if isinstance(record, User):
+        return chat.User(content=record.content)
+    if isinstance(record, ToolResult):
+        return chat.Tool(tool_call_id=record.tool_call_id, content=record.content)
     return None
 
 
