@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from boxmaker.proto.tools import Denied, Failed, PendingApproval, Result, ToolRe
 from boxmaker.testing.daemon import Daemon, fixed_now, running_daemon
 from boxmaker.testing.port import ScriptedPort, hang, public
 from boxmaker.testing.server import (
+    LOADING,
     STREAM_HEAD,
     Hang,
     ScriptedServer,
@@ -834,3 +836,57 @@ async def test_the_reasoning_of_a_streamed_reply_is_sent_back_as_it_came(
         await daemon.ask("s", "1", resume=False)
         await daemon.ask("s", "2", resume=True)
     assert messages(server, 1)[2] == {"role": "assistant", "content": "x", "reasoning_content": "a\nb\n"}
+
+
+# -- two sessions on one slot --------------------------------------------------------------------
+
+
+def speakers(server: ScriptedServer) -> list[str]:
+    """Whose requests came, in order: the first user text of each."""
+    return [messages(server, at)[1]["content"] for at in range(len(server.bodies))]
+
+
+async def test_sessions_on_one_slot_change_places_between_turns_only_in_order_of_arrival(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    release = trio.Event()
+
+    async def slow(_: ToolRequest) -> ToolResponse:
+        await release.wait()
+        return public("noon")
+
+    port = ScriptedPort([slow, public("one"), public("two")])
+    scripts = [
+        reply(calls=[("a", "clock", "{}")]),
+        reply("first"),
+        reply(calls=[("b", "clock", "{}")]),
+        reply("second"),
+        reply("third"),
+    ]
+    async with (
+        scripted_server(*scripts) as server,
+        running_daemon(tmp_path, server.url, port=port) as daemon,
+        trio.open_nursery() as nursery,
+    ):
+        for name in ("first", "second", "third"):
+            nursery.start_soon(partial(daemon.ask, name, name, resume=False))
+            await wait_all_tasks_blocked()
+        await trio.sleep(60)  # a turn keeps its slot while its tool runs
+        assert speakers(server) == ["first"]
+        release.set()
+    assert speakers(server) == ["first", "first", "second", "second", "third"]
+
+
+@pytest.mark.parametrize("pause", [error_response(502, "x"), LOADING], ids=["back-off", "loading"])
+async def test_a_turn_that_waits_for_the_server_lets_the_next_one_go_first(
+    tmp_path: Path, autojump_clock: MockClock, pause: bytes
+) -> None:
+    async with (
+        scripted_server(pause, reply("second"), reply("first")) as server,
+        running_daemon(tmp_path, server.url) as daemon,
+        trio.open_nursery() as nursery,
+    ):
+        for name in ("first", "second"):
+            nursery.start_soon(partial(daemon.ask, name, name, resume=False))
+            await wait_all_tasks_blocked()
+    assert speakers(server) == ["first", "second", "first"]

@@ -7,28 +7,38 @@ from __future__ import annotations
 
 import json
 import secrets
+import shutil
 import sys
 import time
 from collections.abc import Iterator
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Protocol, TextIO
 
 import trio
 from attrs import define, frozen
 
-from boxmaker.bxctl.render import Renderer, visible
+from boxmaker.bxctl.render import Renderer, one_visible_line, visible
 from boxmaker.channel.client import Frame, open_turn
-from boxmaker.errors import BoxmakerError, ChannelClosed, ValueRefused, WireableError
+from boxmaker.errors import ChannelClosed, ValueRefused, WireableError
 from boxmaker.proto.channel import ErrorCode, Turn, TurnDone, WireError
+from boxmaker.proto.chat import Content
 from boxmaker.proto.ids import SUFFIX_ALPHABET, SUFFIX_LENGTH, SessionId, make_session_id
 
 NOT_BEGUN = frozenset({
-    ErrorCode.BAD_FRAME, ErrorCode.BAD_REQUEST, ErrorCode.UNSUPPORTED_VERSION,
-    ErrorCode.SHUTTING_DOWN, ErrorCode.SESSION_BUSY, ErrorCode.SESSION_EXISTS,
+    ErrorCode.BAD_REQUEST, ErrorCode.UNSUPPORTED_VERSION, ErrorCode.SESSION_BUSY,
+    ErrorCode.SESSION_EXISTS, ErrorCode.NO_SUCH_SESSION,
 })  # fmt: skip
-"""Refusals: the turn left no trace, so a session that was to be new still is."""
+"""Refusals: the turn left no trace, so a session that was to be new still is. After any other error it may
+exist; if it does not, the next turn falls back as `--session` does."""
 
 INTERRUPTED_STATUS = 130
+MAX_LINE_BYTES = 16 * 1024 * 1024
+"""What is read of one line before we believe that it is no line: loopd's own limit is far below."""
+
+
+class LineTooLong(Exception):
+    """A line over MAX_LINE_BYTES; the rest of the input is not read."""
 
 
 @frozen(kw_only=True)
@@ -40,6 +50,7 @@ class Options:
     reasoning: bool
     say: str | None
     as_json: bool
+    figures: bool
 
 
 class View(Protocol):
@@ -77,7 +88,7 @@ class JsonView:
 
     def error(self, code: str, message: str) -> None:
         """Print a line on stderr."""
-        print(f"bxctl: {code}: {visible(message)}", file=self._err, flush=True)
+        print(f"bxctl: {code}: {one_visible_line(message)}", file=self._err, flush=True)
 
     def cancelled(self) -> None:
         """Print a line on stderr."""
@@ -110,15 +121,15 @@ class SayView:
         self.cancelled = renderer.cancelled
 
     def frame(self, frame: Frame) -> None:
-        """Print the answer when it is there."""
-        if isinstance(frame.answer, TurnDone) and frame.answer.content:
-            self._out.write(visible(frame.answer.content) + "\n")
+        """Print the answer when it is there; content before that is no answer yet, or comes again in it."""
+        answer = frame.answer
+        if isinstance(answer, TurnDone):
+            if not answer.content:
+                self._renderer.show(answer)
+            self._out.write(visible(answer.content) + "\n")
             self._out.flush()
-        elif frame.answer is not None:
-            self._renderer.show(frame.answer)
-            if isinstance(frame.answer, TurnDone):
-                self._out.write("\n")
-                self._out.flush()
+        elif answer is not None and not isinstance(answer, Content):
+            self._renderer.show(answer)
 
 
 @define
@@ -145,9 +156,15 @@ class Chat:
                 print(f"new session {self.session}", file=self.err, flush=True)
                 self.resume = False
                 final = trio.run(self._turn, content, False)
-        except (ChannelClosed, WireableError, ValueRefused) as exc:
-            self.resume = self.resume or isinstance(exc, ChannelClosed)
-            self.view.error(exc.code if isinstance(exc, WireableError) else "channel", str(exc))
+        except ChannelClosed as exc:
+            self.resume = True
+            self.view.error("channel", str(exc))
+            return False
+        except WireableError as exc:
+            self.view.error(exc.code, str(exc))
+            return False
+        except ValueRefused as exc:  # text that loopd would refuse: it was not sent
+            self.view.error(ErrorCode.BAD_REQUEST.value, str(exc))
             return False
         except KeyboardInterrupt:
             self.resume = True
@@ -155,8 +172,7 @@ class Chat:
         if not isinstance(final, WireError):
             self.resume = True
             return True
-        if final.code not in NOT_BEGUN and final.code != ErrorCode.NO_SUCH_SESSION:
-            self.resume = True
+        self.resume = self.resume or final.code not in NOT_BEGUN
         return False
 
     async def _turn(self, content: str, resume: bool) -> TurnDone | WireError:
@@ -185,13 +201,19 @@ def run_chat(options: Options, *, no_colour: bool) -> int:
         NobodyListens: no daemon behind the socket.
     """
     out, err = sys.stdout, sys.stderr
+    if isinstance(out, TextIOWrapper):
+        out.reconfigure(errors="backslashreplace")  # as stderr is: an answer is not lost to the locale
     terminal = out.isatty()
     renderer = Renderer(
         out,
         err,
         stream=terminal and options.say is None,
+        transient=err.isatty(),
         colour=terminal and err.isatty() and not no_colour,
         reasoning=options.reasoning,
+        figures=options.figures and err.isatty(),
+        clock_s=time.monotonic,
+        columns=lambda: shutil.get_terminal_size().columns,
     )
     view: View
     if options.as_json:
@@ -222,6 +244,9 @@ def _lines(chat: Chat, *, interactive: bool, prompt: bool) -> int:
         except KeyboardInterrupt:
             print(file=chat.err, flush=True)
             return INTERRUPTED_STATUS
+        except LineTooLong:
+            chat.view.error("bad_request", f"a line of over {MAX_LINE_BYTES} bytes; nothing more is read")
+            return 1
         except UnicodeDecodeError:
             chat.view.error("bad_request", "the line is not UTF-8; it was not sent")
             failed = True
@@ -245,12 +270,9 @@ def _read_lines(prompt: TextIO | None) -> Iterator[str]:
         if prompt is not None:
             prompt.write("> ")
             prompt.flush()
-        raw = sys.stdin.buffer.readline()
+        raw = sys.stdin.buffer.readline(MAX_LINE_BYTES + 1)
         if not raw:
             return
+        if len(raw) > MAX_LINE_BYTES:
+            raise LineTooLong
         yield raw.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8")
-
-
-def explain(error: BoxmakerError) -> str:
-    """The line for an error that ends the command."""
-    return f"bxctl: {error}"

@@ -10,6 +10,7 @@ import click
 
 from boxmaker import __version__
 from boxmaker.errors import BoxmakerError, ValueRefused
+from boxmaker.proto.ids import SessionId
 
 
 @click.group()
@@ -18,38 +19,177 @@ def main() -> None:
     """Talk to boxmaker's daemon, loopd."""
 
 
-def default_socket() -> Path:
-    """The socket of $BOXMAKER_HOME, or of the default home."""
-    from boxmaker.config import DEFAULT_HOME, socket_path
+def default_home() -> Path:
+    """$BOXMAKER_HOME, or the default home."""
+    from boxmaker.config import DEFAULT_HOME
 
-    return socket_path(Path(os.environ.get("BOXMAKER_HOME") or DEFAULT_HOME))
+    return Path(os.environ.get("BOXMAKER_HOME") or DEFAULT_HOME)
+
+
+def default_socket() -> Path:
+    """The socket of the default home."""
+    from boxmaker.config import socket_path
+
+    return socket_path(default_home())
+
+
+def complete_session(context: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
+    """Ids of the home's sessions, for the shell's completion; nothing where there is no home."""
+    from boxmaker.session.logs import session_ids
+
+    home: Path = context.params.get("home") or default_home()
+    try:
+        return [session for session in session_ids(home / "sessions") if session.startswith(incomplete)]
+    except BoxmakerError:
+        return []
+
+
+class Ending:
+    """The one place that turns our errors, and a reader that has gone, into an exit status."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: object) -> None:
+        if isinstance(exc, BoxmakerError):
+            click.echo(f"bxctl: {exc}", err=True)
+            sys.exit(exc.exit_code)
+        if isinstance(exc, BrokenPipeError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nobody is left to tell
+            sys.exit(1)
+        if isinstance(exc, KeyboardInterrupt):
+            sys.exit(130)
+
+
+def parse_id(text: str) -> SessionId:
+    """A session id from the command line; a usage error for anything else."""
+    from boxmaker.proto.ids import parse_session_id
+
+    try:
+        return parse_session_id(text)
+    except ValueRefused as exc:
+        raise click.UsageError(f"{text!r}: {exc.problem}") from exc
+
+
+_home_option = click.option(
+    "--home",
+    type=click.Path(path_type=Path),
+    help="The daemon's home [default: $BOXMAKER_HOME, else /var/lib/boxmaker].",
+)
+_session_argument = click.argument("session", shell_complete=complete_session)
 
 
 @main.command()
 @click.option("--socket", type=click.Path(path_type=Path), help="loopd's socket [default: that of $BOXMAKER_HOME].")
-@click.option("--session", help="Go on with this session; it is made if there is none.")
+@click.option(
+    "--session", shell_complete=complete_session, help="Go on with this session; it is made if there is none."
+)
 @click.option("--no-thinking", is_flag=True, help="Do not show the model's reasoning.")
 @click.option("--say", help="Run one turn, print the answer, and exit.")
 @click.option("--json", "as_json", is_flag=True, help="Print every frame body as one line of JSON.")
-def chat(socket: Path | None, session: str | None, no_thinking: bool, say: str | None, as_json: bool) -> None:
+@click.option("--quiet", is_flag=True, help="No line of figures after each answer.")
+def chat(
+    socket: Path | None, session: str | None, no_thinking: bool, say: str | None, as_json: bool, quiet: bool
+) -> None:
     """Chat: a line you type is a turn. Ctrl-D or /quit ends it."""
-    from boxmaker.bxctl.chat import Options, explain, run_chat
-    from boxmaker.proto.ids import parse_session_id
+    from boxmaker.bxctl.chat import Options, run_chat
 
-    try:
-        wanted = parse_session_id(session) if session is not None else None
-    except ValueRefused as exc:
-        raise click.UsageError(f"--session {session!r}: {exc.problem}") from exc
+    wanted = parse_id(session) if session is not None else None
     options = Options(
-        socket=socket or default_socket(), session=wanted, reasoning=not no_thinking, say=say, as_json=as_json
+        socket=socket or default_socket(),
+        session=wanted,
+        reasoning=not no_thinking,
+        say=say,
+        as_json=as_json,
+        figures=not quiet,
     )
-    try:
-        status = run_chat(options, no_colour=bool(os.environ.get("NO_COLOR")))
-    except BoxmakerError as exc:
-        click.echo(explain(exc), err=True)
-        status = exc.exit_code
-    except BrokenPipeError:
-        # The reader of our answers went away: nobody is left to tell.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        status = 1
-    sys.exit(status)
+    with Ending():
+        sys.exit(run_chat(options, no_colour=bool(os.environ.get("NO_COLOR"))))
+
+
+@main.command()
+@_home_option
+@click.option("--json", "as_json", is_flag=True, help="A line of JSON a session.")
+def sessions(home: Path | None, as_json: bool) -> None:
+    """List the sessions: id, age, turns, first words; the latest first."""
+    import shutil
+    import time
+
+    from boxmaker.bxctl.logs import sessions_table, summary_json
+    from boxmaker.session.logs import session_ids, summarize
+
+    directory = (home or default_home()) / "sessions"
+    with Ending():
+        found = [summarize(directory, session) for session in session_ids(directory)]
+        if as_json:
+            lines = [summary_json(one) for one in sorted(found, key=lambda s: s.last_s, reverse=True)]
+        else:
+            columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 100_000
+            lines = sessions_table(found, time.time(), columns)
+        sys.stdout.writelines(f"{line}\n" for line in lines)
+        sys.stdout.flush()
+
+
+@main.command()
+@_session_argument
+@_home_option
+@click.option("--json", "as_json", is_flag=True, help="Print the records, a line of ASCII JSON each.")
+@click.option("--follow", is_flag=True, help="Go on as the log grows; Ctrl-C ends it.")
+def log(session: str, home: Path | None, as_json: bool, follow: bool) -> None:
+    """Print a session's conversation: tool calls, results and losses too."""
+    from boxmaker.bxctl.logs import show_log
+
+    with Ending():
+        show_log((home or default_home()) / "sessions", parse_id(session), sys.stdout, as_json=as_json, follow=follow)
+
+
+@main.group("session")
+def session_group() -> None:
+    """Check and mend logs, without the daemon."""
+
+
+@session_group.command("check")
+@click.argument("session", required=False, shell_complete=complete_session)
+@_home_option
+def session_check(session: str | None, home: Path | None) -> None:
+    """Read a session's files, or those of all sessions; a line a finding, status 1 when there is one."""
+    from boxmaker.session.logs import check, session_ids
+
+    directory = (home or default_home()) / "sessions"
+    with Ending():
+        wanted = [parse_id(session)] if session is not None else session_ids(directory)
+        findings = [finding for one in wanted for finding in check(directory, one)]
+        for finding in findings:
+            click.echo(str(finding))
+        if not findings:
+            click.echo(f"{len(wanted)} session{'' if len(wanted) == 1 else 's'}: nothing found")
+        sys.exit(1 if findings else 0)
+
+
+@session_group.command("repair")
+@_session_argument
+@_home_option
+def session_repair(session: str, home: Path | None) -> None:
+    """Cut a torn last line off a log; the damaged file is kept beside it."""
+    from boxmaker.bxctl.render import visible
+    from boxmaker.session.logs import repair
+
+    with Ending():
+        done = repair((home or default_home()) / "sessions", parse_id(session))
+        if done is None:
+            click.echo("the log has no torn end; nothing was changed")
+            return
+        click.echo(f"line {done.line} was torn; dropped {len(done.dropped)} bytes:")
+        click.echo(visible(done.dropped.decode("utf-8", "replace")))
+        click.echo(f"the damaged log is kept as {done.kept}")
+
+
+@main.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print a shell's completion script: `eval "$(bxctl completion bash)"`."""
+    from click.shell_completion import get_completion_class
+
+    cls = get_completion_class(shell)
+    assert cls is not None
+    click.echo(cls(main, {}, "bxctl", "_BXCTL_COMPLETE").source())

@@ -12,10 +12,11 @@ Source: M2b section 7; design.md section 9.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import TextIO
 
 from boxmaker.proto.channel import CacheLoss, Cut, ToolCallStarted, ToolResult, TurnDone, WireError
-from boxmaker.proto.chat import Content, Queued, Reasoning, Retrying, ThinkingCapped, Waiting
+from boxmaker.proto.chat import Content, Figures, Progress, Queued, Reasoning, Retrying, ThinkingCapped, Waiting
 from boxmaker.proto.frames import Answer
 
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
@@ -37,37 +38,69 @@ def one_visible_line(text: str) -> str:
 class Renderer:
     """Show one turn after another.
 
-    `stream`: stdout is a terminal, so text is shown as it comes. `colour` dims what is no answer.
+    `stream`: stdout is a terminal, so text is shown as it comes, with a line of figures after each
+    answer if `figures`. `transient`: stderr is one too, so a line that vanishes tells how far the
+    server has read. `colour` dims what is no answer. `clock_s` and `columns` are asked each time: a
+    terminal may change its width.
     """
 
-    def __init__(self, out: TextIO, err: TextIO, *, stream: bool, colour: bool, reasoning: bool) -> None:
+    def __init__(
+        self,
+        out: TextIO,
+        err: TextIO,
+        *,
+        stream: bool,
+        transient: bool,
+        colour: bool,
+        reasoning: bool,
+        figures: bool,
+        clock_s: Callable[[], float],
+        columns: Callable[[], int],
+    ) -> None:
         self._out = out
         self._err = err
         self._stream = stream
+        self._transient = transient
         self._colour = colour
         self._reasoning = reasoning
+        self._figures = figures
+        self._clock_s = clock_s
+        self._columns = columns
         self._pending: list[str] = []
         self._at_line_start = True
         self._in_reasoning = False
-        self._had_reasoning = False
+        self._transient_shown = False
+        self._reading_since: tuple[float, int] | None = None
+        self._first_delta_s: float | None = None
 
     def begin(self) -> None:
         """A turn begins."""
         self._pending = []
-        self._had_reasoning = False
+        self._begin_completion()
+
+    def _begin_completion(self) -> None:
+        self._reading_since = None
+        self._first_delta_s = None
 
     def show(self, answer: Answer) -> None:
         """Show one event or final answer."""
+        if isinstance(answer, Content | Reasoning) and self._first_delta_s is None:
+            self._first_delta_s = self._clock_s()
         match answer:
+            case Content(text="") | Reasoning(text=""):
+                pass
             case Content(text=text):
                 self._content(text)
             case Reasoning(text=text):
                 self._reasoning_text(text)
+            case Progress():
+                self._progress(answer)
             case ToolCallStarted(name=name):
                 self._flush_completion()
                 self.status(f"calls {name}")
             case ToolResult(name=name, class_=class_, truncated=truncated):
                 self._flush_completion()
+                self._begin_completion()
                 notes = [note for note, on in ((class_, class_ != "public"), ("truncated", truncated)) if on]
                 if notes:
                     self.status(f"result of {name}: {', '.join(notes)}")
@@ -77,6 +110,7 @@ class Renderer:
                 self.status("waiting: the server's slot is busy" if slot_busy else "waiting: the model is loading")
             case Retrying(attempt=attempt, after_ms=after_ms, error=error):
                 self._void()
+                self._begin_completion()
                 self.status(f"retrying (try {attempt}, in {after_ms / 1000:.1f} s): {error}")
             case ThinkingCapped(tokens=tokens):
                 self.status(f"thinking capped after {tokens} tokens")
@@ -85,13 +119,12 @@ class Renderer:
             case Cut(reason=reason):
                 why = "its length limit" if reason == "length" else "the thinking cap"
                 self.status(f"the reply was cut at {why}")
-            case TurnDone(content=content):
-                self._done(content)
+            case TurnDone(content=content, usage=usage):
+                self._done(content, usage)
+                self._show_figures(usage)
             case WireError(code=code, message=message):
                 self._void()
                 self.error(code.value, message)
-            case _:
-                pass  # progress is for a status line of its own
 
     def status(self, text: str) -> None:
         """One line about the turn, dimmed, on stderr."""
@@ -115,20 +148,20 @@ class Renderer:
             return
         if self._in_reasoning:
             self._fresh_line()
-        self._write_out(visible(text))
-        self._at_line_start = text.endswith("\n")
+        # noted before it is written: Ctrl-C may come between any two steps
         self._pending.append(text)
+        self._at_line_start = text.endswith("\n")
+        self._write_out(visible(text))
 
     def _reasoning_text(self, text: str) -> None:
-        self._had_reasoning = True
         if not self._stream or not self._reasoning:
             return
         if not self._in_reasoning:
             self._fresh_line()
             self._in_reasoning = True
         shown = visible(text)
-        self._write_err(f"{DIM}{shown}{PLAIN}" if self._colour else shown)
         self._at_line_start = text.endswith("\n")
+        self._write_err(f"{DIM}{shown}{PLAIN}" if self._colour else shown)
 
     def _fresh_line(self) -> None:
         """Begin a new line if the last one was left open."""
@@ -153,19 +186,65 @@ class Renderer:
         if had_text and self._stream:
             self.status("the text above is withdrawn")
 
-    def _done(self, content: str) -> None:
+    def _done(self, content: str, usage: Figures) -> None:
         if not content:
-            self.status("the model gave no answer" + (", only reasoning" if self._had_reasoning else ""))
+            self.status("the model gave no answer" + (", only reasoning" if usage.reasoning_tokens else ""))
             return
         if not self._stream:
             self._pending = [content]
+        elif not self._pending:  # its text did not come as events
+            self._content(content)
         self._flush_completion()
         self._fresh_line()
 
+    def _progress(self, progress: Progress) -> None:
+        """One line that tells how far the server is with reading the prompt, and vanishes."""
+        if not self._stream or not self._transient or progress.processed >= progress.total:
+            self._clear_transient()
+            return
+        now = self._clock_s()
+        if self._reading_since is None:
+            self._reading_since = (now, progress.processed)
+        since, before = self._reading_since
+        text = f"reading {progress.processed:,} of {progress.total:,} tokens, {progress.cache:,} from cache"
+        if now > since and progress.processed > before:
+            text += f", {(progress.processed - before) / (now - since):,.0f}/s"
+        self._fresh_line()
+        shown = text[: max(self._columns() - 1, 1)]
+        self._write_err(f"\r\x1b[K{DIM}{shown}{PLAIN}" if self._colour else f"\r\x1b[K{shown}")
+        self._transient_shown = True
+
+    def _clear_transient(self) -> None:
+        if self._transient_shown:
+            self._transient_shown = False
+            self._write_err("\r\x1b[K")
+
+    def _show_figures(self, usage: Figures) -> None:
+        """What the last completion cost, and how fast it came."""
+        if not self._figures or not self._stream:
+            return
+        parts = [
+            f"{count:,} {what}"
+            for count, what in (
+                (usage.cache_n, "cached"),
+                (usage.prompt_n, "read"),
+                (usage.predicted_n, "generated"),
+            )
+            if count is not None
+        ]
+        if usage.predicted_n and self._first_delta_s is not None:
+            took_s = self._clock_s() - self._first_delta_s
+            if took_s > 0:
+                parts.append(f"{usage.predicted_n / took_s:.1f} tokens/s")
+        if parts:
+            self.status(", ".join(parts))
+
     def _write_out(self, text: str) -> None:
+        self._clear_transient()
         self._out.write(text)
         self._out.flush()
 
     def _write_err(self, text: str) -> None:
+        self._clear_transient()
         self._err.write(text)
         self._err.flush()

@@ -18,10 +18,11 @@ from boxmaker.errors import ChannelClosed, NobodyListens
 from boxmaker.proto.channel import Turn
 from boxmaker.proto.codec import JsonObject
 from boxmaker.proto.frames import (
+    ANSWER_KINDS,
     CLIENT_MAX_FRAME,
     Answer,
     FrameDecoder,
-    decode_answer,
+    answer_of,
     encode_request,
     open_envelope,
 )
@@ -64,8 +65,8 @@ class TurnChannel:
             if not data:
                 raise ChannelClosed()
             self._decoder.feed(data)
-        envelope = open_envelope(payload)
-        return Frame(body=envelope.body, answer=decode_answer(payload), final=envelope.final)
+        envelope = open_envelope(payload, ANSWER_KINDS)
+        return Frame(body=envelope.body, answer=answer_of(envelope), final=envelope.final)
 
 
 @asynccontextmanager
@@ -91,7 +92,13 @@ async def _connect(path: Path) -> trio.SocketStream:
     if len(os.fsencode(path)) > SOCKET_PATH_MAX_BYTES:
         raise NobodyListens(path=path, reason=f"the path is over {SOCKET_PATH_MAX_BYTES} bytes")
     try:
-        return await trio.open_unix_socket(path)
+        stream = await trio.open_unix_socket(path)
     except OSError as exc:
         reason = "no such socket" if exc.errno == errno.ENOENT else (exc.strerror or str(exc)).lower()
         raise NobodyListens(path=path, reason=reason) from exc
+    try:
+        stream.socket.getpeername()
+    except OSError as exc:  # the kernel said EAGAIN, and trio took it for "connecting"
+        await trio.aclose_forcefully(stream)
+        raise NobodyListens(path=path, reason="too busy to take a connection") from exc
+    return stream

@@ -12,12 +12,14 @@ Source: M2b section 6; design.md sections 4 and 6.
 from __future__ import annotations
 
 import select
+import socket
+import struct
 from collections.abc import Awaitable, Callable, Sequence
 
 import trio
 
 from boxmaker.config import Channel
-from boxmaker.errors import BadFrame, InternalError, ShuttingDown, WireableError
+from boxmaker.errors import BadFrame, BadRequest, InternalError, ShuttingDown, WireableError
 from boxmaker.log import log_event, log_exception
 from boxmaker.proto.channel import Turn, TurnDone, TurnEvent, WireError, wire_error
 from boxmaker.proto.frames import Answer, FrameDecoder, decode_request, encode_answer
@@ -92,6 +94,11 @@ class Connection:
             if turn is not None:
                 await self._serve_turn(turn)
 
+    async def refuse(self, error: WireableError) -> None:
+        """Answer with an error, and close. Cancellation: safe at any point."""
+        async with self._stream:
+            await self._write(encode_answer(wire_error(error)))
+
     async def _read_request(self) -> Turn | None:
         """Read the one request; None when the peer left without sending a byte."""
         closing = self._closing
@@ -136,6 +143,10 @@ class Connection:
                     send.send_nowait(event)
                 except trio.WouldBlock:
                     await send.send(event)
+                except trio.BrokenResourceError:
+                    # The writer has left and cancelled us; we have only not come to a checkpoint yet.
+                    await trio.lowlevel.checkpoint()
+                    raise
 
         turns = self._closing._turns
         began = trio.current_time()
@@ -180,7 +191,8 @@ class Connection:
                 if not await self._write(b"".join(frames)):
                     self._left = True
                     break
-        connection.cancel()
+            # before `receive` closes: a turn that waits for room in it is cancelled, not broken
+            connection.cancel()
 
     async def _write(self, data: bytes) -> bool:
         """Write, within the time that a peer has to take it; False when it did not."""
@@ -242,9 +254,26 @@ def _ending(result: TurnDone | WireError | None) -> str:
     return "turn_done" if isinstance(result, TurnDone) else result.code.value
 
 
-async def serve_connection(stream: trio.SocketStream, config: Channel, run_turn: RunTurn, closing: Closing) -> None:
-    """Serve one accepted connection; nothing that it does or suffers reaches the listener."""
+def peer_uid(stream: trio.SocketStream) -> int:
+    """Who is at the other end of a unix socket: its uid when it connected, by SO_PEERCRED."""
+    raw = stream.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, uid, _ = struct.unpack("3i", raw)
+    return int(uid)
+
+
+async def serve_connection(
+    stream: trio.SocketStream, config: Channel, run_turn: RunTurn, closing: Closing, owner_uid: int | None = None
+) -> None:
+    """Serve one accepted connection; nothing that it does or suffers reaches the listener.
+
+    `owner_uid`: peers with another uid are refused; None admits all, for sockets that are pairs.
+    """
     try:
-        await Connection(stream, config, run_turn, closing).serve()
+        connection = Connection(stream, config, run_turn, closing)
+        if owner_uid is not None and (uid := peer_uid(stream)) != owner_uid:
+            log_event("peer_refused", uid=uid)
+            await connection.refuse(BadRequest(path="$", problem=f"loopd serves uid {owner_uid} alone, you are {uid}"))
+            return
+        await connection.serve()
     except Exception:  # the connection boundary, for what is not in a turn
         log_exception("connection_failed")

@@ -59,13 +59,17 @@ def check_config(config_file: Path) -> None:
 
 @main.command()
 @_config_option
-def selftest(config_file: Path) -> None:
+@click.option("--json", "as_json", is_flag=True, help="A line of JSON a check.")
+def selftest(config_file: Path, as_json: bool) -> None:
     """Check server, slot, template, baseline and home; a line a check. Runs no completion."""
+    import json
+
+    import attrs
     import trio
 
     from boxmaker.config import Config, load_config
     from boxmaker.inference.client import Client
-    from boxmaker.loopd.selftest import Report, run_selftest
+    from boxmaker.loopd.selftest import WARM_FLAGS, Report, run_selftest
     from boxmaker.tools.fake import fake_registry
 
     async def run(config: Config) -> Report:
@@ -75,7 +79,9 @@ def selftest(config_file: Path) -> None:
     with ending():
         report = trio.run(run, load_config(config_file, os.environ))
     for check in report.checks:
-        click.echo(check.line())
+        click.echo(json.dumps(attrs.asdict(check)) if as_json else check.line())
+    if not as_json:
+        click.echo(f"llama-server flags that keep a pinned slot warm: {WARM_FLAGS}")
     if report.failed:
         sys.exit(1)
 

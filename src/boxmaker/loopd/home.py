@@ -14,14 +14,15 @@ import fcntl
 import os
 import socket
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from boxmaker.channel.client import SOCKET_PATH_MAX_BYTES
 from boxmaker.errors import StartError
 
 LISTEN_BACKLOG = 512
+FIRST_PASSED_FD = 3
 
 
 def prepare_home(home: Path) -> None:
@@ -30,6 +31,7 @@ def prepare_home(home: Path) -> None:
     Raises:
         StartError: it cannot be made or written, or is somebody else's.
     """
+    before = os.umask(0o077)  # for parents too: mkdir gives them no mode of ours
     try:
         for directory in (home, home / "sessions", home / "run", home / "run" / "loop"):
             directory.mkdir(mode=0o700, parents=directory == home, exist_ok=True)
@@ -38,16 +40,28 @@ def prepare_home(home: Path) -> None:
             message=f"the home {home} cannot be made: {exc.strerror}; "
             "set BOXMAKER_HOME or [paths] home to a directory that is yours"
         ) from exc
+    finally:
+        os.umask(before)
     problem = home_problem(home)
     if problem:
         raise StartError(message=problem)
 
 
 def home_problem(home: Path) -> str | None:
-    """Say why a home that exists cannot be used, or None."""
-    owner = home.stat().st_uid
-    if owner != os.geteuid():
-        return f"the home {home} belongs to uid {owner}, loopd runs as uid {os.geteuid()}; set BOXMAKER_HOME"
+    """Say why a home cannot be used, or why one that does not exist cannot be made; or None."""
+    try:
+        found = home.stat()
+    except FileNotFoundError:
+        above = next(parent for parent in home.parents if os.path.lexists(parent))
+        if above.is_dir() and os.access(above, os.W_OK | os.X_OK) and not home.is_symlink():
+            return None
+        return f"the home {home} cannot be made in {above}; set BOXMAKER_HOME"
+    except OSError as exc:
+        return f"the home {home} cannot be used: {exc.strerror}; set BOXMAKER_HOME"
+    if not stat.S_ISDIR(found.st_mode):
+        return f"the home {home} is no directory; set BOXMAKER_HOME"
+    if found.st_uid != os.geteuid():
+        return f"the home {home} belongs to uid {found.st_uid}, loopd runs as uid {os.geteuid()}; set BOXMAKER_HOME"
     if not os.access(home, os.W_OK | os.X_OK):
         return f"the home {home} is not writable; set BOXMAKER_HOME or change its mode to 0700"
     return None
@@ -58,20 +72,30 @@ def lock_home(home: Path) -> Iterator[None]:
     """Hold the home's lock; it goes with the process, however that ends.
 
     Raises:
-        StartError: another daemon has it, named by its pid.
+        StartError: another daemon has it, named by its pid; or the lock's file cannot be written.
     """
-    file = home / "run" / "loop" / "loopd.lock"
-    fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fd = _take_lock(home)
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as exc:
-            raise StartError(message=f"the home {home} is served by another loopd, {_holder(fd)}") from exc
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         yield
     finally:
         os.close(fd)
+
+
+def _take_lock(home: Path) -> int:
+    file = home / "run" / "loop" / "loopd.lock"
+    fd = -1
+    try:
+        fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    except OSError as exc:
+        taken = isinstance(exc, BlockingIOError)
+        message = f"the home {home} is served by another loopd, {_holder(fd)}" if taken else f"{file}: {exc.strerror}"
+        if fd >= 0:
+            os.close(fd)
+        raise StartError(message=message) from exc
+    return fd
 
 
 def lock_holder(home: Path) -> str | None:
@@ -93,6 +117,47 @@ def _holder(fd: int) -> str:
     return f"pid {os.pread(fd, 32, 0).decode('ascii', 'replace').strip() or 'unknown'}"
 
 
+def inherited_socket(environ: MutableMapping[str, str]) -> socket.socket | None:
+    """The listening socket that systemd passed, if it did; the variables are taken out of `environ`.
+
+    Raises:
+        StartError: there are several, or it is no listening unix stream socket.
+
+    Source: sd_listen_fds(3).
+    """
+    pid, count = environ.pop("LISTEN_PID", ""), environ.pop("LISTEN_FDS", "")
+    environ.pop("LISTEN_FDNAMES", None)
+    if pid != str(os.getpid()) or not count.isdecimal() or count == "0":
+        return None
+    if count != "1":
+        raise StartError(message=f"systemd passed {count} sockets, loopd takes one; mend the .socket unit")
+    try:
+        passed = socket.socket(fileno=FIRST_PASSED_FD)
+    except OSError as exc:
+        raise StartError(message=f"what systemd passed is no socket: {exc.strerror}") from exc
+    listening = passed.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    if passed.family != socket.AF_UNIX or passed.type != socket.SOCK_STREAM or not listening:
+        passed.close()
+        raise StartError(message="systemd passed a socket that is no listening unix stream: use ListenStream=/a/path")
+    passed.set_inheritable(False)
+    passed.setblocking(False)
+    return passed
+
+
+def notify_systemd(state: str, environ: Mapping[str, str]) -> None:
+    """Tell a `Type=notify` unit how we are (`READY=1`); nothing happens where nobody listens.
+
+    Source: sd_notify(3).
+    """
+    address = environ.get("NOTIFY_SOCKET", "")
+    if not address.startswith(("/", "@")):
+        return
+    if address.startswith("@"):
+        address = "\0" + address[1:]  # the abstract namespace
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender, suppress(OSError):
+        sender.sendto(state.encode(), address)
+
+
 @contextmanager
 def bound_socket(path: Path) -> Iterator[socket.socket]:
     """Listen on a socket of mode 0600; its file goes when the block is left, if it is still ours.
@@ -105,7 +170,10 @@ def bound_socket(path: Path) -> Iterator[socket.socket]:
             message=f"the socket path {path} has {len(os.fsencode(path))} bytes, a unix socket allows "
             f"{SOCKET_PATH_MAX_BYTES}; set [channel] socket to a shorter one"
         )
-    _remove_dead_socket(path)
+    try:
+        _remove_dead_socket(path)
+    except OSError as exc:
+        raise StartError(message=f"cannot make room for a socket at {path}: {exc.strerror}") from exc
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
     try:
         before = os.umask(0o177)
@@ -140,8 +208,6 @@ def _remove_dead_socket(path: Path) -> None:
         found = os.lstat(path)
     except FileNotFoundError:
         return
-    except OSError as exc:
-        raise StartError(message=f"cannot look at {path}: {exc.strerror}") from exc
     if not stat.S_ISSOCK(found.st_mode):
         raise StartError(message=f"{path} exists and is not a socket; remove it, or set [channel] socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:

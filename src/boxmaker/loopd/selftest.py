@@ -106,13 +106,12 @@ async def run_selftest(config: Config, client: Client, registry: Registry) -> Re
 
 
 def _check_home(report: Report, home: Path) -> None:
-    if not home.exists():
-        report.ok("home", f"{home} will be made")
-        return
     problem = home_problem(home)
     holder = lock_holder(home) if problem is None else None
     if problem:
-        report.fail("home", problem, "")
+        report.fail("home", problem, "Mend it, or set [paths] home")
+    elif not home.exists():
+        report.ok("home", f"{home} will be made")
     else:
         ours = holder == f"pid {os.getpid()}"
         note = ", locked by this loopd" if ours else f", served by a running loopd, {holder}" if holder else ""
@@ -198,7 +197,7 @@ async def _check_slot(report: Report, config: Config, client: Client, props: dic
     total = props.get("total_slots")
     answer = await _ask(client, "GET", "/slots")
     if answer.status == 200 and isinstance(answer.value, list):
-        slots = {entry.get("id"): entry for entry in answer.value if isinstance(entry, dict)}
+        slots = {e["id"]: e for e in answer.value if isinstance(e, dict) and type(e.get("id")) is int}
         total = len(slots)
         if slot in slots and type(slots[slot].get("n_ctx")) is int:
             n_ctx = slots[slot]["n_ctx"]
@@ -222,7 +221,7 @@ async def _check_slot(report: Report, config: Config, client: Client, props: dic
         else:
             report.ok("slot", f"slot {slot} of {total}" + (f", {n_ctx} tokens" if n_ctx else ""))
     else:
-        report.warn("slot", f"the server does not say how many slots it has; slot {slot} is used", "")
+        report.warn("slot", f"the server does not say how many slots it has; slot {slot} is used", "Check [server] url")
     return n_ctx
 
 
@@ -241,16 +240,20 @@ async def _check_template(report: Report, config: Config, client: Client, regist
                 "Start llama-server with --jinja and a template that takes tools",
             )
         else:
-            report.warn("template", f"cannot be checked: /apply-template answers {answer.status}", "")
+            report.warn(
+                "template",
+                f"cannot be checked: /apply-template answers {answer.status}",
+                "Use a llama-server that has it, or make sure that the template takes tools",
+            )
         return
     missing = [
         what
-        for what, text in (
-            ("the system message", PROBE_SYSTEM),
-            ("the tools", tools[0].name),
-            ("tool results", PROBE_RESULT),
+        for what, texts in (
+            ("the system message", [PROBE_SYSTEM]),
+            ("the tools", [tool.name for tool in tools]),  # all: the conversation itself names one, in its call
+            ("tool results", [PROBE_RESULT]),
         )
-        if text not in prompt
+        if not all(text in prompt for text in texts)
     ]
     if missing:
         report.fail(
@@ -307,7 +310,7 @@ def common_prefix(one: str, other: str) -> int:
 async def _check_budget(report: Report, config: Config, client: Client, baseline: Baseline, n_ctx: int | None) -> None:
     tokens = await count_baseline(client, config, baseline)
     if tokens is None:
-        report.warn("baseline", "its tokens cannot be counted by this server", "")
+        report.warn("baseline", "its tokens cannot be counted by this server", "Keep system.md and core.md short")
         return
     budget = config.baseline.token_budget
     if tokens > budget:

@@ -1,6 +1,6 @@
 """The daemon: everything wired together, from the self-test to the last connection.
 
-    connections nursery              lives through the grace period
+    connections nursery              lives through the grace period; signals after it are ignored
     └─ accepting nursery             cancelled by SIGTERM, SIGINT, or the end of stdin if asked
        ├─ stop task
        └─ serve_listeners → a task a connection (channel/server.py)
@@ -25,7 +25,7 @@ from boxmaker.errors import StartError
 from boxmaker.inference.client import Client
 from boxmaker.inference.request import fixed_fields
 from boxmaker.log import log_event
-from boxmaker.loopd.home import bound_socket, lock_home, prepare_home
+from boxmaker.loopd.home import bound_socket, inherited_socket, lock_home, notify_systemd, prepare_home
 from boxmaker.loopd.selftest import run_selftest
 from boxmaker.proto.channel import Turn, TurnDone
 from boxmaker.proto.time import Timestamp, timestamp
@@ -116,28 +116,35 @@ async def _accept(config: Config, service: TurnService, until_eof: bool) -> None
     closing = Closing()
 
     async def connection(stream: trio.SocketStream) -> None:
-        await serve_connection(stream, config.channel, service.run, closing)
+        await serve_connection(stream, config.channel, service.run, closing, os.geteuid())
 
     with ExitStack() as bound, trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-        listener = trio.SocketListener(
-            trio.socket.from_stdlib_socket(bound.enter_context(bound_socket(config.channel.socket)))
-        )
-        async with trio.open_nursery() as connections:
-            async with trio.open_nursery() as accepting:
-                accepting.start_soon(_stop_on_signal, signals, accepting.cancel_scope)
-                if until_eof:
-                    accepting.start_soon(_stop_on_eof, accepting.cancel_scope)
-                accepting.start_soon(partial(trio.serve_listeners, connection, [listener], handler_nursery=connections))
-                log_event("ready", socket=config.channel.socket, pid=os.getpid())
-            bound.close()
-            closing.begin()
-            async with trio.open_nursery() as grace:
-                grace.cancel_scope.deadline = trio.current_time() + config.channel.grace_s
-                grace.start_soon(_stop_on_signal, signals, grace.cancel_scope)
-                await closing.wait_no_turns()
-                grace.cancel_scope.cancel()
-            closing.cancel_turns()
-            connections.cancel_scope.deadline = trio.current_time() + AFTER_GRACE_S
+        passed = inherited_socket(os.environ)
+        listening = passed or bound.enter_context(bound_socket(config.channel.socket))
+        listener = trio.SocketListener(trio.socket.from_stdlib_socket(listening))
+        async with trio.open_nursery() as late:
+            async with trio.open_nursery() as connections:
+                async with trio.open_nursery() as accepting:
+                    accepting.start_soon(_stop_on_signal, signals, accepting.cancel_scope)
+                    if until_eof:
+                        accepting.start_soon(_stop_on_eof, accepting.cancel_scope)
+                    accepting.start_soon(
+                        partial(trio.serve_listeners, connection, [listener], handler_nursery=connections)
+                    )
+                    log_event("ready", socket=listening.getsockname(), pid=os.getpid())
+                    notify_systemd("READY=1", os.environ)
+                notify_systemd("STOPPING=1", os.environ)
+                bound.close()
+                closing.begin()
+                async with trio.open_nursery() as grace:
+                    grace.cancel_scope.deadline = trio.current_time() + config.channel.grace_s
+                    grace.start_soon(_stop_on_signal, signals, grace.cancel_scope)
+                    await closing.wait_no_turns()
+                    grace.cancel_scope.cancel()
+                closing.cancel_turns()
+                late.start_soon(_ignore_signals, signals)
+                connections.cancel_scope.deadline = trio.current_time() + AFTER_GRACE_S
+            late.cancel_scope.cancel()
 
 
 async def _stop_on_signal(signals: AsyncIterator[int], scope: trio.CancelScope) -> None:
@@ -146,6 +153,15 @@ async def _stop_on_signal(signals: AsyncIterator[int], scope: trio.CancelScope) 
         log_event("stopping", signal=signal.Signals(number).name)
         scope.cancel()
         return
+
+
+async def _ignore_signals(signals: AsyncIterator[int]) -> None:
+    """Take the signals that come after the grace: one left in the queue would kill us at the very end.
+
+    Cancelled by: the end of the last connection.
+    """
+    async for _ in signals:
+        pass
 
 
 async def _stop_on_eof(scope: trio.CancelScope) -> None:

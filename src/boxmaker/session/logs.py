@@ -1,0 +1,203 @@
+"""Logs read from outside the daemon: what is in them, what is wrong with them, and a torn end cut off.
+
+Law: reading takes no lock and changes nothing; only `repair` writes, and it keeps what it replaces.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from attrs import frozen
+
+from boxmaker.errors import NoSuchSession, SessionDamaged, StorageError, ValueRefused
+from boxmaker.proto.ids import SessionId, parse_session_id
+from boxmaker.proto.records import LogRecord, User, decode_line
+from boxmaker.session.disk import NEW_PREFIX, sync_directory, write_new
+from boxmaker.session.replay import LogState, OutOfOrder
+from boxmaker.session.store import BASELINE_NAME, LOG_NAME, open_locked, read_baseline
+
+
+@frozen(kw_only=True)
+class Finding:
+    """Something wrong with a session; `line` counts from 1, 0 is the file as a whole."""
+
+    file: Path
+    line: int
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.problem}" if self.line else f"{self.file}: {self.problem}"
+
+
+@frozen(kw_only=True)
+class Summary:
+    """A session at a glance; `damaged` says why it cannot be read whole."""
+
+    session: SessionId
+    last_s: float
+    """When its log was last written, seconds since the epoch."""
+    turns: int
+    first_words: str
+    damaged: str | None
+
+
+@frozen(kw_only=True)
+class Repaired:
+    """What `repair` did: the bytes it dropped, and where the damaged file is kept."""
+
+    dropped: bytes
+    kept: Path
+    line: int
+
+
+def session_ids(sessions: Path) -> list[SessionId]:
+    """The sessions of a home, by name; what cannot be a session is left out.
+
+    Raises:
+        StorageError: the directory cannot be read.
+    """
+    found = []
+    try:
+        names = sorted(entry.name for entry in os.scandir(sessions) if entry.is_dir(follow_symlinks=False))
+    except OSError as exc:
+        raise StorageError(action="list", file=sessions, reason=exc.strerror or str(exc)) from exc
+    for name in names:
+        if not name.startswith(NEW_PREFIX):
+            try:
+                found.append(parse_session_id(name))
+            except ValueRefused:
+                continue
+    return found
+
+
+def read_log(sessions: Path, session: SessionId) -> bytes:
+    """The bytes of a log.
+
+    Raises:
+        NoSuchSession, SessionDamaged: there is none, or it is no file. StorageError: it cannot be read.
+    """
+    file = sessions / session / LOG_NAME
+    if not os.path.lexists(sessions / session):
+        raise NoSuchSession(session=session)
+    if not file.is_file() or file.is_symlink():
+        raise SessionDamaged(file=file, line=0, problem="is no log file")
+    try:
+        return file.read_bytes()
+    except OSError as exc:
+        raise StorageError(action="read", file=file, reason=exc.strerror or str(exc)) from exc
+
+
+def lines_of(file: Path, raw: bytes) -> Iterator[tuple[int, LogRecord | Finding]]:
+    """Each line of a log as its record, or as what is wrong with it; a torn end is the last finding."""
+    *lines, rest = raw.split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        try:
+            yield number, decode_line(line)
+        except ValueRefused as exc:
+            yield number, Finding(file=file, line=number, problem=str(exc))
+    if rest:
+        problem = f"the last line is torn: {len(rest)} bytes without an end"
+        yield len(lines) + 1, Finding(file=file, line=len(lines) + 1, problem=problem)
+
+
+def check(sessions: Path, session: SessionId) -> list[Finding]:
+    """Everything that is wrong with a session's files.
+
+    After a line that cannot be read, the order of those behind it is not judged.
+
+    Raises:
+        NoSuchSession.
+    """
+    file = sessions / session / LOG_NAME
+    try:
+        raw = read_log(sessions, session)
+    except (SessionDamaged, StorageError) as exc:
+        return [Finding(file=file, line=0, problem=getattr(exc, "problem", str(exc)))]
+    findings: list[Finding] = []
+    state: LogState | None = LogState(session)
+    for number, read in lines_of(file, raw):
+        if isinstance(read, Finding):
+            findings.append(read)
+            state = None
+        elif state is not None:
+            try:
+                state.apply(read)
+            except OutOfOrder as exc:
+                findings.append(Finding(file=file, line=number, problem=str(exc)))
+                state = None
+    if not raw:
+        findings.append(Finding(file=file, line=1, problem="the log is empty"))
+    elif state is not None and state.start is not None:
+        try:
+            read_baseline(sessions / session / BASELINE_NAME, state.start.baseline)
+        except SessionDamaged as exc:
+            findings.append(Finding(file=exc.file, line=exc.line, problem=exc.problem))
+        except StorageError as exc:
+            findings.append(Finding(file=exc.file, line=0, problem=exc.reason))
+    return findings
+
+
+def summarize(sessions: Path, session: SessionId) -> Summary:
+    """A session at a glance; damage is told, not raised."""
+    file = sessions / session / LOG_NAME
+    damaged: str | None = None
+    turns, first_words, last_s = 0, "", 0.0
+    try:
+        last_s = file.stat().st_mtime
+        raw = read_log(sessions, session)
+        if not raw:
+            damaged = str(Finding(file=file, line=1, problem="the log is empty"))
+        for _, read in lines_of(file, raw):
+            if isinstance(read, Finding):
+                damaged = damaged or str(read)
+            elif isinstance(read, User):
+                turns += 1
+                first_words = first_words or " ".join(read.content.split())
+    except OSError as exc:
+        damaged = f"{file}: {exc.strerror}"
+    except (NoSuchSession, SessionDamaged, StorageError) as exc:
+        damaged = str(exc)
+    return Summary(session=session, last_s=last_s, turns=turns, first_words=first_words, damaged=damaged)
+
+
+def repair(sessions: Path, session: SessionId) -> Repaired | None:
+    """Cut a torn last line off; None when the log has none.
+
+    The damaged file stays beside the repaired one, under a name with the time. Nothing that was
+    acknowledged is lost: an append counts only when its last LF is on the disk.
+
+    Raises:
+        SessionDamaged: there is damage of another kind, which cannot be mended without losing records.
+        SessionBusy: a turn runs. NoSuchSession, StorageError.
+    """
+    file = sessions / session / LOG_NAME
+    fd = open_locked(sessions, session)
+    try:
+        raw = read_log(sessions, session)
+        whole = raw[: raw.rfind(b"\n") + 1]
+        for _, read in lines_of(file, whole):
+            if isinstance(read, Finding):
+                raise SessionDamaged(
+                    file=file, line=read.line, problem=f"{read.problem}; this is no torn end, and repair does not guess"
+                )
+        if not whole:
+            raise SessionDamaged(file=file, line=1, problem="there is no whole line to keep; remove the session")
+        if len(whole) == len(raw):
+            return None
+        stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+        kept = file.with_name(f"0.damaged-{stamp}-{os.getpid()}.jsonl")
+        mended = file.with_name(f"{NEW_PREFIX}{LOG_NAME}")
+        try:
+            mended.unlink(missing_ok=True)
+            write_new(mended, whole)
+            os.link(file, kept)
+            os.rename(mended, file)
+            sync_directory(file.parent)
+        except OSError as exc:
+            raise StorageError(action="repair", file=file, reason=exc.strerror or str(exc)) from exc
+        return Repaired(dropped=raw[len(whole) :], kept=kept, line=whole.count(b"\n") + 1)
+    finally:
+        os.close(fd)
