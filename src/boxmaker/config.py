@@ -8,8 +8,10 @@ Laws:
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import os
+import re
 import stat
 import tomllib
 from collections.abc import Callable, Mapping
@@ -24,6 +26,12 @@ from boxmaker.errors import ConfigError
 
 DEFAULT_HOME = Path("/var/lib/boxmaker")
 MIN_SIZE_BYTES = 256
+MAX_INTEGER = 2**63 - 1
+"""TOML's own limit; `tomllib` takes more, and neither JSON nor a clock does."""
+MAX_DEPTH = 100
+"""Nesting in `[request]` that is taken; dotted keys nest further than Python can follow."""
+SHOWN_CHARACTERS = 80
+"""How much of a wrong value an error line shows."""
 
 RESERVED_REQUEST_FIELDS = {
     "messages": "it is the session",
@@ -53,15 +61,40 @@ def request_field_problem(name: str) -> str | None:
 
 
 class _Bad(Exception):
-    """What was found is not allowed; the text says what is."""
+    """What was found is not allowed; the text says what is. `found` stands for a value that is not to be shown."""
+
+    def __init__(self, allowed: str, found: str | None = None) -> None:
+        super().__init__(allowed)
+        self.found = found
 
 
 Check = Callable[[Any], Any]
 
 
+def _shown(value: object) -> str:
+    """Name a value in one short line."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # thousands of digits, or of levels
+        return "a value too large to show"
+    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 1] + "…"
+
+
+def _shown_key(key: str) -> str:
+    """Name a key: a quoted one may hold anything, line ends included."""
+    return key if re.fullmatch(r"[A-Za-z0-9_-]{1,80}", key) else _shown(key)
+
+
+def _line(file: Path, problem: str) -> str:
+    """One problem, one line, whatever a key or a file is called."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in f"{file}: {problem}")
+
+
 def _seconds(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not (0 < value < math.inf):
         raise _Bad("a number > 0")
+    if value > MAX_INTEGER:
+        raise _Bad(f"a number ≤ {MAX_INTEGER}")
     return value
 
 
@@ -69,6 +102,8 @@ def _at_least(minimum: int, what: str) -> Check:
     def check(value: object) -> int:
         if type(value) is not int or value < minimum:
             raise _Bad(f"{what} ≥ {minimum}")
+        if value > MAX_INTEGER:
+            raise _Bad(f"{what} ≤ {MAX_INTEGER}")
         return value
 
     return check
@@ -88,27 +123,40 @@ def _flag(value: object) -> bool:
 def _path(value: object) -> str:
     if type(value) is not str or not value or "\x00" in value:
         raise _Bad("a path as text")
-    return value
+    try:
+        return str(Path(value).expanduser())
+    except RuntimeError:
+        raise _Bad("a path; there is no such user, or no home of theirs") from None
+
+
+_LABEL = "[A-Za-z0-9_-]{1,63}"
+_AUTHORITY = re.compile(rf"(\[[0-9A-Fa-f:.]+\]|(?![^:]{{254}}){_LABEL}(\.{_LABEL})*\.?)(:[0-9]*)?")
 
 
 def _url(value: object) -> str:
-    allowed = _Bad('text like "http://127.0.0.1:8080" or "unix:/run/llama/llama.sock"')
-    if type(value) is not str:
+    """Check a url for everything that would only fail later, in a name look-up or in httpx."""
+    text = value if type(value) is str else ""
+    found = _shown(re.sub("//.*@", "//…@", text, flags=re.DOTALL) or value)  # a password is not for the journal
+    allowed = _Bad('text like "http://127.0.0.1:8080" or "unix:/run/llama/llama.sock"', found)
+    if text.startswith("unix:/") and "\x00" not in text:
+        return text
+    if not re.fullmatch(r"[!-~]+", text):  # urlsplit would drop a line end, and httpx refuse it
         raise allowed
-    if value.startswith("unix:"):
-        if not value.removeprefix("unix:").startswith("/"):
-            raise allowed
-        return value
     try:
-        parts = urlsplit(value)
+        parts = urlsplit(text)
+        if "@" in parts.netloc:
+            raise _Bad("a url without user and password; put the key into api_key_file", found)
+        if "[" in parts.netloc:
+            ipaddress.IPv6Address(parts.hostname or "")
         port = parts.port
     except ValueError:
         raise allowed from None
-    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or parts.query or parts.fragment:
+    if parts.scheme not in ("http", "https") or not _AUTHORITY.fullmatch(parts.netloc) or port == 0:
         raise allowed
-    if parts.username is not None or parts.password is not None:
-        raise _Bad("a url without user and password; put the key into api_key_file")
-    return value.rstrip("/")
+    if "?" in text or "#" in text:
+        raise allowed
+    # The client asks whether it begins with "https:" before it looks at certificates.
+    return parts.scheme + text[len(parts.scheme) :].rstrip("/")
 
 
 def _key(default: Any, check: Check) -> Any:
@@ -256,11 +304,13 @@ def load_config(file: Path, environ: Mapping[str, str]) -> Config:
         text = file.read_bytes().decode("utf-8")
         document = tomllib.loads(text)
     except OSError as exc:
-        raise ConfigError(problems=(f"{file}: cannot be read: {exc.strerror}",)) from exc
+        raise ConfigError(problems=(_line(file, f"cannot be read: {exc.strerror}"),)) from exc
     except UnicodeDecodeError as exc:
-        raise ConfigError(problems=(f"{file}: not UTF-8 at byte {exc.start}",)) from exc
-    except tomllib.TOMLDecodeError as exc:
-        raise ConfigError(problems=(f"{file}: not TOML: {exc}",)) from exc
+        raise ConfigError(problems=(_line(file, f"not UTF-8 at byte {exc.start}"),)) from exc
+    except ValueError as exc:  # TOMLDecodeError is one, so is a number of thousands of digits
+        raise ConfigError(problems=(_line(file, f"not TOML: {exc}"),)) from exc
+    except RecursionError as exc:
+        raise ConfigError(problems=(_line(file, "not TOML that can be read: nested too deep"),)) from exc
     return _Reader(file, document).config(environ)
 
 
@@ -274,7 +324,10 @@ class _Reader:
         unknown = sorted(set(self._document) - set(_TABLES) - {"request"})
         for name in unknown:
             known = ", ".join(["request", *_TABLES])
-            self._say(f"[{name}]", f"unknown table; known are {known}")
+            if isinstance(self._document[name], dict | list):
+                self._say(f"[{_shown_key(name)}]", f"unknown table; known are {known}")
+            else:
+                self._say(_shown_key(name), f"unknown key outside of the tables; known tables are {known}")
         tables = {name: self._table(name, cls) for name, cls in _TABLES.items()}
         request = self._request()
         key = self._api_key(tables["server"].get("api_key_file"))
@@ -295,26 +348,26 @@ class _Reader:
         return Config(file=self._file, request=request, **made)
 
     def _say(self, where: str, problem: str) -> None:
-        self._problems.append(f"{self._file}: {where}: {problem}")
+        self._problems.append(_line(self._file, f"{where}: {problem}"))
 
     def _resolve(self, path: str) -> Path:
-        return (self._file.parent / Path(path).expanduser()).absolute()
+        return (self._file.parent / path).absolute()
 
     def _table(self, name: str, cls: type[Any]) -> dict[str, Any]:
         raw = self._document.get(name, {})
         if not isinstance(raw, dict):
-            self._say(f"[{name}]", f"found {raw!r}, allowed is a table")
+            self._say(f"[{name}]", f"found {_shown(raw)}, allowed is a table")
             return {}
         fields = {a.name: a for a in attrs.fields(cls) if "check" in a.metadata}
         values: dict[str, Any] = {}
         for key, value in raw.items():
             if key not in fields:
-                self._say(f"[{name}] {key}", f"unknown key; allowed are {', '.join(fields)}")
+                self._say(f"[{name}] {_shown_key(key)}", f"unknown key; allowed are {', '.join(fields)}")
                 continue
             try:
                 values[key] = fields[key].metadata["check"](value)
             except _Bad as exc:
-                self._say(f"[{name}] {key}", f"found {value!r}, allowed is {exc}")
+                self._say(f"[{name}] {key}", f"found {exc.found or _shown(value)}, allowed is {exc}")
         for key, attribute in fields.items():
             if attribute.default is attrs.NOTHING and key not in raw:
                 self._say(f"[{name}] {key}", "is missing, and has no default")
@@ -323,17 +376,18 @@ class _Reader:
     def _request(self) -> dict[str, Any]:
         raw = self._document.get("request", {})
         if not isinstance(raw, dict):
-            self._say("[request]", f"found {raw!r}, allowed is a table")
+            self._say("[request]", f"found {_shown(raw)}, allowed is a table")
             return {}
         for key, value in raw.items():
             problem = request_field_problem(key)
             if problem:
-                self._say(f"[request] {key}", f"may not be set: {problem}")
+                self._say(f"[request] {_shown_key(key)}", f"may not be set: {problem}")
             elif not _is_json(value):
-                self._say(f"[request] {key}", f"found {value!r}, allowed is what JSON can say")
+                allowed = f"what JSON can say, integers of 64 bits, at most {MAX_DEPTH} levels"
+                self._say(f"[request] {_shown_key(key)}", f"found {_shown(value)}, allowed is {allowed}")
         kwargs = raw.get("chat_template_kwargs", {})
         if not isinstance(kwargs, dict):
-            self._say("[request] chat_template_kwargs", f"found {kwargs!r}, allowed is a table")
+            self._say("[request] chat_template_kwargs", f"found {_shown(kwargs)}, allowed is a table")
         elif "enable_thinking" in kwargs:
             self._say("[request] chat_template_kwargs.enable_thinking", "may not be set: set [thinking] enabled")
         return raw
@@ -361,14 +415,15 @@ class _Reader:
         return key
 
 
-def _is_json(value: object) -> bool:
-    if isinstance(value, dict):
-        return all(_is_json(item) for item in value.values())
-    if isinstance(value, list):
-        return all(_is_json(item) for item in value)
+def _is_json(value: object, depth: int = 1) -> bool:
+    if isinstance(value, dict | list):
+        items = value.values() if isinstance(value, dict) else value
+        return depth <= MAX_DEPTH and all(_is_json(item, depth + 1) for item in items)
     if isinstance(value, float):
         return math.isfinite(value)
-    return isinstance(value, str | int)
+    if isinstance(value, int):
+        return -MAX_INTEGER - 1 <= value <= MAX_INTEGER
+    return isinstance(value, str)
 
 
 def socket_path(home: Path) -> Path:

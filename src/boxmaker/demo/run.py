@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import os
 import signal
 import socket
@@ -24,12 +25,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from boxmaker.channel.client import SOCKET_PATH_MAX_BYTES
 from boxmaker.errors import StartError
 
 START_S = 120.0
 """For the model to load and the daemon to answer; it takes seconds on an idle machine."""
 STOP_S = 10.0
 POLL_S = 0.05
+SOCKET_NAME = "loop.sock"
 
 CONFIG = """\
 # Written by `loopd demo` at each start.
@@ -62,14 +65,12 @@ def run_demo(environ: Mapping[str, str], say: str | None) -> int:
         state.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as exc:
         raise StartError(message=f"{state} cannot be made: {exc.strerror}; set XDG_STATE_HOME") from exc
-    socket_file = _socket_directory(environ, state) / "loop.sock"
+    socket_file = socket_directory(environ, state) / SOCKET_NAME
     with ExitStack() as running:
         if running.enter_context(_owned(state / "demo.lock")):
             url = running.enter_context(_server(state / "server.log"))
             config = state / "config.toml"
-            config.write_text(
-                CONFIG.format(url=_toml(url), socket=_toml(socket_file), home=_toml(state / "home")), "utf-8"
-            )
+            config.write_text(demo_config(url, socket_file, state / "home"), "utf-8")
             loopd = running.enter_context(_daemon(config, state / "loopd.log"))
             _wait_for(socket_file, loopd, state / "loopd.log")
         else:
@@ -77,16 +78,27 @@ def run_demo(environ: Mapping[str, str], say: str | None) -> int:
         return _chat(socket_file, say)
 
 
-def _toml(value: object) -> str:
-    text = str(value).replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{text}"'
+def demo_config(url: str, socket_file: Path, home: Path) -> str:
+    """The configuration of the demo's daemon, as TOML."""
+    return CONFIG.format(url=_toml(url), socket=_toml(str(socket_file)), home=_toml(str(home)))
 
 
-def _socket_directory(environ: Mapping[str, str], state: Path) -> Path:
-    """A short directory that is ours alone: a socket path has 107 bytes."""
+def _toml(text: str) -> str:
+    """A basic string: JSON's, but for the one control character that JSON leaves bare."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def socket_directory(environ: Mapping[str, str], state: Path) -> Path:
+    """Make a short directory that is ours alone, one for each state directory; a socket path has 107 bytes.
+
+    Raises:
+        StartError: it cannot be made, is not ours, or is not short.
+    """
     base = Path(environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
     mark = hashlib.sha256(os.fsencode(state)).hexdigest()[:8]
     directory = base / f"boxmaker-demo-{os.geteuid()}-{mark}"
+    if len(os.fsencode(directory / SOCKET_NAME)) > SOCKET_PATH_MAX_BYTES:
+        raise StartError(message=f"{directory} is too long for a socket; set XDG_RUNTIME_DIR to a shorter path")
     try:
         directory.mkdir(mode=0o700, exist_ok=True)
         found = os.lstat(directory)
@@ -168,7 +180,10 @@ def _wait_for(path: Path, daemon: subprocess.Popen[bytes] | None, log: Path) -> 
 
 
 def _tail(log: Path) -> str:
-    lines = log.read_text("utf-8", "replace").splitlines()[-5:]
+    try:
+        lines = log.read_text("utf-8", "replace").splitlines()[-5:]
+    except OSError as exc:
+        return f"{log} cannot be read: {exc.strerror}"
     return f"the end of {log}:\n" + "\n".join(lines)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -42,6 +43,8 @@ from boxmaker.session.replay import LogState, OutOfOrder
 
 LOG_NAME = "0.jsonl"
 BASELINE_NAME = "0.baseline.json"
+NO_FILE = frozenset({errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO})
+"""Nothing is there, or something that is no file: damage. Any other failure to open is the disk's."""
 _STATE_BYTES = 4096
 """What a kept session costs besides its request bytes, roughly."""
 
@@ -125,7 +128,7 @@ class Session:
 
     def _write(self, lines: bytes, size_bytes: int) -> None:
         try:
-            if os.fstat(self._fd).st_size != size_bytes:
+            if not _is_at(self._file, self._fd) or os.fstat(self._fd).st_size != size_bytes:
                 raise OSError(errno.EBUSY, "another program has changed the log during this turn")
             append_durably(self._fd, lines)
         except OSError as exc:
@@ -205,6 +208,7 @@ class Store:
 
     async def _create(self, session: SessionId, new: NewSession) -> None:
         started = self._now()
+        self._kept.pop(session, None)  # of one that was removed; its inode number may be used again
 
         def create() -> None:
             if os.path.lexists(self.directory / session):
@@ -231,8 +235,8 @@ class Store:
         def open_log() -> tuple[int, _Known]:
             fd = open_locked(self.directory, session)
             try:
-                stat = os.fstat(fd)
-                if kept is not None and (stat.st_dev, stat.st_ino, stat.st_size) == (
+                now = os.fstat(fd)
+                if kept is not None and (now.st_dev, now.st_ino, now.st_size) == (
                     kept.device,
                     kept.inode,
                     kept.size_bytes,
@@ -243,7 +247,7 @@ class Store:
                 encoder.add(chat.System(content=baseline.system))
                 for message in found:
                     encoder.add(message)
-                return fd, _Known(stat.st_dev, stat.st_ino, stat.st_size, state, encoder)
+                return fd, _Known(now.st_dev, now.st_ino, now.st_size, state, encoder)
             except BaseException:
                 os.close(fd)
                 raise
@@ -271,15 +275,31 @@ def open_locked(sessions: Path, session: SessionId) -> int:
     except OSError as exc:
         if exc.errno == errno.ENOENT and not os.path.lexists(sessions / session):
             raise NoSuchSession(session=session) from exc
-        if exc.errno in (errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO):
+        if exc.errno in NO_FILE:
             raise SessionDamaged(file=file, line=0, problem=f"is no log file: {exc.strerror}") from exc
         raise StorageError(action="open", file=file, reason=exc.strerror or str(exc)) from exc
     try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise SessionDamaged(file=file, line=0, problem="is no log file")
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as exc:
+        if not _is_at(file, fd):  # another program put a new file there between open and flock
+            raise SessionBusy(session=session)
+    except BaseException as exc:
         os.close(fd)
-        raise SessionBusy(session=session) from exc
+        if isinstance(exc, BlockingIOError):
+            raise SessionBusy(session=session) from exc
+        if isinstance(exc, OSError):
+            raise StorageError(action="lock", file=file, reason=exc.strerror or str(exc)) from exc
+        raise
     return fd
+
+
+def _is_at(file: Path, fd: int) -> bool:
+    """Does a path still name the file that is open?"""
+    try:
+        return os.path.samestat(os.lstat(file), os.fstat(fd))
+    except FileNotFoundError:
+        return False
 
 
 def read_session(sessions: Path, session: SessionId, fd: int) -> tuple[LogState, Baseline, list[chat.ChatMessage]]:
@@ -302,7 +322,7 @@ def read_session(sessions: Path, session: SessionId, fd: int) -> tuple[LogState,
             found.append(message)
     if state.start is None:
         raise SessionDamaged(file=file, line=1, problem="the log is empty")
-    return state, _read_baseline(sessions / session / BASELINE_NAME, state.start.baseline), found
+    return state, read_baseline(sessions / session / BASELINE_NAME, state.start.baseline), found
 
 
 def split_log(file: Path, raw: bytes) -> Iterator[tuple[int, bytes]]:
@@ -336,15 +356,24 @@ def _read_all(file: Path, fd: int) -> bytes:
         raise StorageError(action="read", file=file, reason=exc.strerror or str(exc)) from exc
 
 
-def _read_baseline(file: Path, expected_hash: str) -> Baseline:
+def read_baseline(file: Path, expected_hash: str) -> Baseline:
+    """Read a baseline and check it against the hash that the log names.
+
+    Raises:
+        SessionDamaged: it is missing, no file, another one, or no baseline. StorageError: the disk said no.
+    """
     try:
         fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            raw = _read_all(file, fd)
-        finally:
-            os.close(fd)
     except OSError as exc:
-        raise SessionDamaged(file=file, line=0, problem=f"the baseline cannot be read: {exc.strerror}") from exc
+        if exc.errno in NO_FILE:
+            raise SessionDamaged(file=file, line=0, problem=f"is no baseline file: {exc.strerror}") from exc
+        raise StorageError(action="open", file=file, reason=exc.strerror or str(exc)) from exc
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise SessionDamaged(file=file, line=0, problem="is no baseline file")
+        raw = _read_all(file, fd)
+    finally:
+        os.close(fd)
     if baseline_hash(raw) != expected_hash:
         raise SessionDamaged(file=file, line=0, problem="the baseline is not the one that the session began with")
     try:

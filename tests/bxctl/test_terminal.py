@@ -1,0 +1,191 @@
+"""Tests of `bxctl chat` on a pseudo-terminal: what a person sees, types and interrupts."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from attrs import define
+
+from tests.bxctl.scripted_loopd import LIMIT_S, Hang, Script, done, error, event, scripted_loopd
+
+pytestmark = pytest.mark.real
+
+DIM, PLAIN = "\x1b[2m", "\x1b[0m"
+
+
+@define
+class Terminal:
+    """A bxctl with a terminal of its own; `seen` is what that shows."""
+
+    process: subprocess.Popen[bytes]
+    fd: int
+    seen: str = ""
+
+    def read_until(self, text: str) -> str:
+        """Read until a text has come; what came, the text included."""
+        deadline = time.monotonic() + LIMIT_S
+        began = len(self.seen)
+        while text not in self.seen[began:]:
+            ready, _, _ = select.select([self.fd], [], [], max(deadline - time.monotonic(), 0))
+            assert ready, f"no {text!r} in {self.seen!r}"
+            self.seen += os.read(self.fd, 65536).decode("utf-8")
+        return self.seen[began:]
+
+    def read_to_end(self) -> str:
+        """What comes until the process has ended."""
+        began = len(self.seen)
+        while True:
+            try:
+                data = os.read(self.fd, 65536)
+            except OSError:  # EIO: nobody has the other end any more
+                data = b""
+            if not data:
+                return self.seen[began:]
+            self.seen += data.decode("utf-8")
+
+    def type(self, text: str) -> None:
+        """Press keys."""
+        os.write(self.fd, text.encode())
+
+
+@contextmanager
+def terminal(path: Path, *arguments: str, environ: dict[str, str] | None = None) -> Iterator[Terminal]:
+    """Run `bxctl chat` on a new terminal, in a session of its own; killed when the block is left."""
+    ours, theirs = pty.openpty()
+    attributes = termios.tcgetattr(theirs)
+    attributes[3] &= ~termios.ECHO  # what is typed is not shown: only what bxctl writes is
+    attributes[1] &= ~termios.OPOST  # a line end stays LF
+    termios.tcsetattr(theirs, termios.TCSANOW, attributes)
+    command = [sys.executable, "-m", "boxmaker.bxctl", "chat", "--socket", str(path), "--session", "s1", *arguments]
+    cleared = {key: value for key, value in os.environ.items() if key != "NO_COLOR"}
+    process = subprocess.Popen(
+        command,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={**cleared, **(environ or {})},
+        start_new_session=True,
+        # the terminal becomes the session's own, so that Ctrl-C typed at it is a signal
+        preexec_fn=_take_terminal,
+    )
+    os.close(theirs)
+    try:
+        yield Terminal(process, ours)
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait(LIMIT_S)
+        os.close(ours)
+
+
+def _take_terminal() -> None:
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+TURN: Script = [
+    event("reasoning", text="Let me "),
+    event("reasoning", text="see."),
+    event("content", text="It is \x1b[31m"),
+    event("content", text="noon."),
+    done("It is \x1b[31mnoon."),
+]
+
+
+def test_a_turn_on_a_terminal(short_dir: Path) -> None:
+    with scripted_loopd(short_dir / "s", TURN, [done("")]) as loopd, terminal(short_dir / "s", "--quiet") as screen:
+        assert screen.read_until("> ") == "session s1\n> "
+        screen.type("What time is it? ☃\n")
+        answer = screen.read_until("> ")
+        screen.type("\n")
+        assert screen.read_until("> ") == "> "
+        screen.type("/quit\n")
+        rest = screen.read_to_end()
+        assert screen.process.wait(LIMIT_S) == 0
+    assert answer == f"{DIM}Let me {PLAIN}{DIM}see.{PLAIN}\nIt is \\x1b[31mnoon.\n> "
+    assert rest == ""
+    assert [request["content"] for request in loopd.requests] == ["What time is it? ☃"]
+
+
+def test_how_far_the_server_has_read_is_a_line_that_vanishes(short_dir: Path) -> None:
+    script: Script = [event("progress", total=10, cache=0, processed=5), event("content", text="Hi."), done("Hi.")]
+    with scripted_loopd(short_dir / "s", script), terminal(short_dir / "s", environ={"NO_COLOR": "1"}) as screen:
+        screen.read_until("> ")
+        screen.type("x\n")
+        shown = screen.read_until("> ")
+    assert shown.startswith("\r\x1b[Kreading 5 of 10 tokens, 0 from cache\r\x1b[KHi.\n[1 cached, 2 read, 3 generated")
+
+
+def test_content_is_shown_while_the_turn_runs(short_dir: Path) -> None:
+    with scripted_loopd(short_dir / "s", [event("content", text="So far"), Hang()]) as loopd:
+        with terminal(short_dir / "s") as screen:
+            screen.read_until("> ")
+            screen.type("x\n")
+            screen.read_until("So far")
+        assert loopd.hung_up.wait(LIMIT_S)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "shown"),
+    [
+        ((), {"NO_COLOR": "1"}, "Let me see.\nIt is \\x1b[31mnoon.\n"),
+        ((), {"NO_COLOR": ""}, f"{DIM}Let me {PLAIN}{DIM}see.{PLAIN}\nIt is \\x1b[31mnoon.\n"),
+        (("--no-thinking",), {}, "It is \\x1b[31mnoon.\n"),
+    ],
+)
+def test_no_color_and_no_thinking(
+    short_dir: Path, arguments: tuple[str, ...], environ: dict[str, str], shown: str
+) -> None:
+    with scripted_loopd(short_dir / "s", TURN):
+        with terminal(short_dir / "s", "--quiet", *arguments, environ=environ) as screen:
+            screen.read_until("> ")
+            screen.type("x\n")
+            assert screen.read_until("> ") == f"{shown}> "
+
+
+def test_ctrl_c_at_the_prompt_ends_with_130_and_ctrl_d_with_0(short_dir: Path) -> None:
+    with scripted_loopd(short_dir / "s"):
+        with terminal(short_dir / "s") as screen:
+            screen.read_until("> ")
+            screen.type("half a line\x03")
+            assert screen.read_to_end() == "\n"
+            assert screen.process.wait(LIMIT_S) == 130
+        with terminal(short_dir / "s") as screen:
+            screen.read_until("> ")
+            screen.type("\x04")
+            assert screen.read_to_end() == "\n"
+            assert screen.process.wait(LIMIT_S) == 0
+
+
+def test_ctrl_c_in_a_turn_hangs_up_and_the_chat_goes_on(short_dir: Path) -> None:
+    scripts: list[Script] = [[event("content", text="So far"), Hang()], [error("inference", "no")], [done("Hi.")]]
+    with scripted_loopd(short_dir / "s", *scripts) as loopd, terminal(short_dir / "s", "--quiet") as screen:
+        screen.read_until("> ")
+        screen.type("one\n")
+        screen.read_until("So far")
+        screen.process.send_signal(signal.SIGINT)
+        cancelled = screen.read_until("> ")
+        assert loopd.hung_up.wait(LIMIT_S)
+        screen.type("two\n")
+        failed = screen.read_until("> ")
+        screen.type("three\n")
+        answered = screen.read_until("> ")
+        screen.type("\x04")
+        screen.read_to_end()
+        assert screen.process.wait(LIMIT_S) == 0, "who sits at a terminal has seen each error"
+    assert cancelled == f"\n{DIM}[the text above is withdrawn]{PLAIN}\n{DIM}[cancelled]{PLAIN}\n> "
+    assert failed == "bxctl: inference: no\n> "
+    assert answered == "Hi.\n> "
+    assert [request["content"] for request in loopd.requests] == ["one", "two", "three"]
+    assert loopd.resumes == [True, True, True]
