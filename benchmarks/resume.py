@@ -49,12 +49,14 @@ def conversation(records: int) -> list[LogRecord]:
 
 
 def timed(work: Callable[[], object]) -> float:
+    """Seconds that some work takes."""
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
 
 
 def main() -> None:
+    """Measure and print."""
     records = int(sys.argv[1]) if len(sys.argv) > 1 else 10_000
     session = SessionId("s")
     with tempfile.TemporaryDirectory() as name:

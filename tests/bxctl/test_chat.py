@@ -243,6 +243,14 @@ def test_a_line_that_is_not_utf_8_is_told_and_the_others_are_sent(short_dir: Pat
     assert result.exit_code == 1
 
 
+def test_a_line_that_does_not_end_is_told_and_nothing_more_is_read(short_dir: Path) -> None:
+    found, result = sent(short_dir, b"one\n" + b"x" * (16 * 1024 * 1024 + 1) + b"\ntwo\n")
+    assert found == ["one"]
+    (line,) = errors(result)
+    assert line.startswith("bxctl: bad_request: ")
+    assert result.exit_code == 1
+
+
 @pytest.mark.parametrize("mode", [(), ("--json",)])
 def test_text_that_no_loopd_takes_is_a_bad_request_and_is_not_sent(short_dir: Path, mode: tuple[str, ...]) -> None:
     with scripted_loopd(short_dir / "s") as loopd:

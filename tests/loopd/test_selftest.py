@@ -567,7 +567,7 @@ ANSWER = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @example(props={}, slots=[{"id": []}, {"id": {}}], prompt={}, counted={}, tokens={})
 @given(props=ANSWER, slots=ANSWER, prompt=ANSWER, counted=ANSWER, tokens=ANSWER)
 def test_no_answer_of_a_server_makes_the_selftest_raise(
