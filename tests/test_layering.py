@@ -16,7 +16,7 @@ ORDER = [
     "tools.port", "tools.registry", "tools.dispatch", "tools.fake", "turn", "channel.server",
     "channel.client", "demo.server", "demo.run", "loopd.home", "loopd.selftest", "loopd.serve", "loopd.cli",
     "loopd.__main__", "bxctl.render", "bxctl.chat", "bxctl.logs", "bxctl.cli", "bxctl.__main__", "testing.server",
-    "testing.port", "testing.daemon",
+    "testing.port", "testing.daemon", "testing.forced",
 ]  # fmt: skip
 """Each module may import those before it; a package's own `__init__` holds a docstring alone."""
 

@@ -29,9 +29,10 @@ from attrs import define, field
 
 
 class BoxmakerError(Exception):
-    """Root of the tree; `exit_code` is the status of a command that ends with it."""
+    """Root of the tree; `exit_code` is the status of a command that ends with it, `code` its name."""
 
     exit_code: ClassVar[int] = 1
+    code: ClassVar[str] = "error"
 
 
 @define(kw_only=True)
@@ -39,6 +40,7 @@ class ConfigError(BoxmakerError):
     """A configuration that cannot be used; one line a problem, nothing was created."""
 
     exit_code: ClassVar[int] = 2
+    code: ClassVar[str] = "config"
     problems: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -70,6 +72,7 @@ class StartError(BoxmakerError):
 class NobodyListens(BoxmakerError):
     """No daemon answers on the socket path that was tried."""
 
+    code: ClassVar[str] = "nobody_listens"
     path: Path
     reason: str
 
@@ -84,14 +87,14 @@ class NobodyListens(BoxmakerError):
 class ChannelClosed(BoxmakerError):
     """loopd closed the connection before its final frame; the turn was cancelled or lost."""
 
+    code: ClassVar[str] = "channel_closed"
+
     def __str__(self) -> str:
         return "loopd closed the connection before the answer was complete; its log on stderr says why"
 
 
 class WireableError(BoxmakerError):
     """An error that a channel is told; `code` is one of proto.channel.ErrorCode."""
-
-    code: ClassVar[str]
 
     def detail(self) -> dict[str, object]:
         """What a program needs to know besides the code; always a JSON object."""

@@ -194,7 +194,7 @@ def test_after_a_connection_that_broke_the_session_is_resumed_or_made(short_dir:
         result = chat(short_dir / "s", stdin="one\ntwo\n")
     assert loopd.resumes == [False, True, False]
     (line,) = errors(result)
-    assert line.startswith("bxctl: channel: loopd closed the connection")
+    assert line.startswith("bxctl: channel_closed: loopd closed the connection")
     assert result.stdout == "Hi.\n"
     assert result.exit_code == 1
 

@@ -159,7 +159,7 @@ def test_damage_is_found_mended_and_said(home: Path) -> None:
     shown = bxctl(home, "log", "s")
     assert shown.stdout.splitlines() == SHOWN, "what can be read is shown"
     assert shown.returncode == 1
-    assert shown.stderr == f"bxctl: {log}:12: the last line is torn: 18 bytes without an end\n"
+    assert shown.stderr == f"bxctl: session_damaged: {log}:12: the last line is torn: 18 bytes without an end\n"
     mended = bxctl(home, "session", "repair", "s")
     assert mended.returncode == 0
     assert '{"type":"user","ti\n' in mended.stdout
@@ -171,7 +171,7 @@ def test_damage_is_found_mended_and_said(home: Path) -> None:
 def test_what_is_not_there_is_an_error_and_what_is_no_id_a_usage_error(home: Path) -> None:
     missing = bxctl(home, "log", "nobody")
     assert (missing.returncode, missing.stdout) == (1, "")
-    assert missing.stderr.startswith("bxctl: there is no session nobody")
+    assert missing.stderr.startswith("bxctl: no_such_session: there is no session nobody")
     assert bxctl(home, "log", "../s").returncode == 2
     assert bxctl(home, "session", "check", "a/b").returncode == 2
 

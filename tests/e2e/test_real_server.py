@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from boxmaker.demo.server import find_model
+from tests.e2e.conftest import child
 
 pytestmark = [
     pytest.mark.real,
@@ -31,34 +31,6 @@ pytestmark = [
 ]
 
 START_S = 60
-
-
-@contextmanager
-def child(*command: str, log: Path, **more: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """A process of ours; ended by its own id."""
-    with log.open("ab") as sink:
-        process = subprocess.Popen([sys.executable, *command], stdin=subprocess.PIPE, stderr=sink, **more)
-    try:
-        yield process
-    finally:
-        process.terminate()
-        process.wait(20)
-        for pipe in (process.stdin, process.stdout):
-            if pipe:
-                pipe.close()
-
-
-@pytest.fixture(scope="module")
-def llama() -> Iterator[str]:
-    """The embedded server's address."""
-    assert find_model().exists()
-    with tempfile.TemporaryDirectory() as directory:
-        log = Path(directory) / "server.log"
-        with child("-m", "boxmaker.demo.server", log=log, stdout=subprocess.PIPE) as server:
-            assert server.stdout is not None
-            address = server.stdout.readline().decode().strip()
-            assert address.startswith("http://127.0.0.1:"), log.read_text()
-            yield address
 
 
 @pytest.fixture

@@ -66,7 +66,8 @@ async def test_an_idle_daemon_is_small_and_turns_leave_no_file_open(short_dir: P
                 before = open_files(process.pid)
                 for number in range(1, TURNS):
                     await run_turn(config, f"s{number % 7}", resume=number > 7)
-                assert open_files(process.pid) <= before
+                while open_files(process.pid) > before:  # noqa: ASYNC110  # it may be closing the last connection still
+                    await trio.sleep(0.05)
                 assert resident_mib(process.pid) < IDLE_MIB
             finally:
                 process.send_signal(signal.SIGTERM)

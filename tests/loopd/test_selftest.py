@@ -181,15 +181,7 @@ async def test_what_answers_html_to_everything_passes_for_nothing(tmp_path: Path
     async with scripted_server() as server:
         server.props = server.slots = server.apply_template = server.input_tokens = server.tokenize = HTML
         report = await run(tmp_path, server)
-    assert states(report) == {
-        "home": "ok",
-        "system.md": "ok",
-        "server": "warn",
-        "slots": "warn",
-        "slot": "warn",
-        "template": "warn",
-        "baseline": "warn",
-    }
+    assert states(report) == {"home": "ok", "system.md": "ok", "server": "fail"}
     assert "no llama-server" in check(report, "server").message
 
 

@@ -16,7 +16,18 @@ from boxmaker.errors import NobodyListens
 from boxmaker.proto.channel import ErrorCode, Turn, TurnDone, WireError
 from boxmaker.proto.chat import Content
 from boxmaker.proto.ids import SessionId
-from boxmaker.testing.server import STREAM_HEAD, Hang, Script, Send, Until, delta, ending, reply, scripted_server
+from boxmaker.testing.server import (
+    LOADING,
+    STREAM_HEAD,
+    Hang,
+    Script,
+    Send,
+    Until,
+    delta,
+    ending,
+    reply,
+    scripted_server,
+)
 from tests.loopd.daemon_process import loopd, loopd_serve, names, write_config
 
 pytestmark = pytest.mark.real
@@ -218,3 +229,22 @@ async def test_a_second_signal_ends_the_grace_and_a_third_changes_nothing(short_
             await daemon.wait_for("event=stopped")
             assert not daemon.socket.exists()
             assert "Traceback" not in daemon.log
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "the end of stdin"])
+async def test_a_daemon_that_waits_for_a_loading_model_can_be_stopped(short_dir: Path, how: str) -> None:
+    async with scripted_server() as server:
+        server.props = LOADING
+        config = write_config(short_dir, server.url)
+        async with loopd_serve(config, "--until-eof", ready=False) as daemon:
+            while not server.received:  # noqa: ASYNC110  # what happens is in another process
+                await trio.sleep(0.02)
+            if how == "the end of stdin":
+                assert daemon.process.stdin is not None
+                await daemon.process.stdin.aclose()
+                status = await daemon.process.wait()
+            else:
+                status = await daemon.stop(getattr(signal, how))
+            await daemon.wait_for("event=stopped")
+    assert status == 0
+    assert "event=ready" not in daemon.log

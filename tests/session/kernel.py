@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-SEEN = ("mkdir", "write", "pread", "fdatasync", "fsync", "rename", "flock")
+SEEN = ("mkdir", "write", "pread", "fdatasync", "fsync", "link", "rename", "flock")
 
 
 @contextmanager

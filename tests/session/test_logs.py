@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -25,6 +26,7 @@ from boxmaker.session.logs import (
 )
 
 from .homes import BASELINE_RAW, S, assistant, body, call, lay_out, lines, make_store, result, said, say, usage, user
+from .kernel import failing, kernel_calls, open_descriptors
 from .test_disk import umask
 
 WHOLE = lines(user("hi"), assistant("ho", call("c1")), usage(), result("c1", 0), user(" again\n and  again"))
@@ -218,6 +220,27 @@ async def test_a_repair_cuts_a_torn_end_off_and_keeps_the_damaged_log(tmp_path: 
     assert check(sessions(tmp_path), S) == []
     replied = '{"role":"assistant","content":"ho"}'
     assert await say(make_store(tmp_path), user("more")) == body(said("hi"), replied, said("more"))
+
+
+def test_a_repair_replaces_the_log_when_both_files_are_on_the_disk(tmp_path: Path) -> None:
+    lay_out(tmp_path, WHOLE + b"torn")
+    before = open_descriptors()
+    with kernel_calls() as calls:
+        repair(sessions(tmp_path), S)
+    assert calls == ["flock", "write", "fdatasync", "link", "rename", "fsync"]
+    assert open_descriptors() == before
+
+
+@pytest.mark.parametrize("call_name", ["write", "fdatasync", "link", "rename"])
+def test_a_repair_that_the_disk_refuses_leaves_the_log_and_can_be_tried_again(tmp_path: Path, call_name: str) -> None:
+    log = lay_out(tmp_path, WHOLE + b"torn")
+    with kernel_calls(failing(call_name, errno.EIO)), pytest.raises(StorageError, match="cannot repair"):
+        repair(sessions(tmp_path), S)
+    assert log.read_bytes() == WHOLE + b"torn"
+    for leftover in log.parent.glob("0.damaged-*"):  # a second try in the same second has the same name
+        leftover.unlink()
+    assert repair(sessions(tmp_path), S) is not None
+    assert log.read_bytes() == WHOLE
 
 
 def test_a_whole_log_is_not_touched(tmp_path: Path) -> None:

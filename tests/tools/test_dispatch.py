@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from boxmaker.proto.chat import ToolSchema
-from boxmaker.tools.dispatch import Local, Port, cap_result, dispatch
+from boxmaker.tools.dispatch import Local, Port, call_denied, cap_result, dispatch, tool_failed
 from boxmaker.tools.fake import fake_registry
 from boxmaker.tools.registry import RegisteredTool, Registry
 
@@ -247,6 +247,11 @@ def test_a_registry_with_other_tools_offers_those() -> None:
     unknown = dispatch(registry, "clock", "{}")
     assert isinstance(unknown, Local)
     assert "weather, find_tool, call_tool" in unknown.text
+
+
+def test_a_tool_without_a_result_is_answered_in_task_06s_words() -> None:
+    assert tool_failed("no such city") == "The tool failed: no such city"
+    assert call_denied("not at night") == "The call was denied: not at night"
 
 
 # -- the cap ----------------------------------------------------------------------------------

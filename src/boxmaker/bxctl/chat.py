@@ -158,7 +158,7 @@ class Chat:
                 final = trio.run(self._turn, content, False)
         except ChannelClosed as exc:
             self.resume = True
-            self.view.error("channel", str(exc))
+            self.view.error(exc.code, str(exc))
             return False
         except WireableError as exc:
             self.view.error(exc.code, str(exc))
@@ -231,7 +231,8 @@ def run_chat(options: Options, *, no_colour: bool) -> int:
         except KeyboardInterrupt:
             view.cancelled()
             return INTERRUPTED_STATUS
-    return _lines(chat, interactive=sys.stdin.isatty(), prompt=terminal and sys.stdin.isatty() and not options.as_json)
+    interactive = sys.stdin is not None and sys.stdin.isatty()  # None: `bxctl chat <&-`
+    return _lines(chat, interactive=interactive, prompt=terminal and interactive and not options.as_json)
 
 
 def _lines(chat: Chat, *, interactive: bool, prompt: bool) -> int:
@@ -270,7 +271,7 @@ def _read_lines(prompt: TextIO | None) -> Iterator[str]:
         if prompt is not None:
             prompt.write("> ")
             prompt.flush()
-        raw = sys.stdin.buffer.readline(MAX_LINE_BYTES + 1)
+        raw = sys.stdin.buffer.readline(MAX_LINE_BYTES + 1) if sys.stdin is not None else b""
         if not raw:
             return
         if len(raw) > MAX_LINE_BYTES:

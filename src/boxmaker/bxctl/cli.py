@@ -52,7 +52,7 @@ class Ending:
 
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: object) -> None:
         if isinstance(exc, BoxmakerError):
-            click.echo(f"bxctl: {exc}", err=True)
+            click.echo(f"bxctl: {exc.code}: {exc}", err=True)
             sys.exit(exc.exit_code)
         if isinstance(exc, BrokenPipeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nobody is left to tell

@@ -65,15 +65,19 @@ def run_demo(environ: Mapping[str, str], say: str | None) -> int:
         state.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as exc:
         raise StartError(message=f"{state} cannot be made: {exc.strerror}; set XDG_STATE_HOME") from exc
-    socket_file = socket_directory(environ, state) / SOCKET_NAME
     with ExitStack() as running:
-        if running.enter_context(_owned(state / "demo.lock")):
+        lock = running.enter_context(_owned(state / "demo.lock"))
+        if lock is not None:
+            socket_file = socket_directory(environ, state) / SOCKET_NAME
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, os.fsencode(socket_file), 0)  # for a second demo, whose environment may be another
             url = running.enter_context(_server(state / "server.log"))
             config = state / "config.toml"
             config.write_text(demo_config(url, socket_file, state / "home"), "utf-8")
             loopd = running.enter_context(_daemon(config, state / "loopd.log"))
             _wait_for(socket_file, loopd, state / "loopd.log")
         else:
+            socket_file = _socket_of_the_first(state / "demo.lock")
             _wait_for(socket_file, None, state / "loopd.log")
         return _chat(socket_file, say)
 
@@ -95,6 +99,8 @@ def socket_directory(environ: Mapping[str, str], state: Path) -> Path:
         StartError: it cannot be made, is not ours, or is not short.
     """
     base = Path(environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+    if not base.is_dir():
+        base = Path(tempfile.gettempdir())
     mark = hashlib.sha256(os.fsencode(state)).hexdigest()[:8]
     directory = base / f"boxmaker-demo-{os.geteuid()}-{mark}"
     if len(os.fsencode(directory / SOCKET_NAME)) > SOCKET_PATH_MAX_BYTES:
@@ -110,18 +116,29 @@ def socket_directory(environ: Mapping[str, str], state: Path) -> Path:
 
 
 @contextmanager
-def _owned(file: Path) -> Iterator[bool]:
-    """Be the one demo of this home; False when another one is."""
+def _owned(file: Path) -> Iterator[int | None]:
+    """Be the one demo of this home, and have its lock's descriptor; None when another one is."""
     fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            yield False
+            yield None
         else:
-            yield True
+            yield fd
     finally:
         os.close(fd)
+
+
+def _socket_of_the_first(lock: Path) -> Path:
+    """Where the demo that runs has its socket; it says so as soon as it has its lock."""
+    deadline = time.monotonic() + STOP_S
+    while time.monotonic() < deadline:
+        path = lock.read_bytes()
+        if path:
+            return Path(os.fsdecode(path))
+        time.sleep(POLL_S)
+    raise StartError(message=f"another demo holds {lock} and does not say where it is; end it and try again")
 
 
 @contextmanager

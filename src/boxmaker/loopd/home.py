@@ -14,6 +14,7 @@ import fcntl
 import os
 import socket
 import stat
+import time
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,6 +24,8 @@ from boxmaker.errors import StartError
 
 LISTEN_BACKLOG = 512
 FIRST_PASSED_FD = 3
+LOCK_TRIES = 10
+LOCK_TRY_S = 0.02
 
 
 def prepare_home(home: Path) -> None:
@@ -86,7 +89,7 @@ def _take_lock(home: Path) -> int:
     fd = -1
     try:
         fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock_in_time(fd)
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
     except OSError as exc:
@@ -115,6 +118,16 @@ def lock_holder(home: Path) -> str | None:
 
 def _holder(fd: int) -> str:
     return f"pid {os.pread(fd, 32, 0).decode('ascii', 'replace').strip() or 'unknown'}"
+
+
+def _lock_in_time(fd: int) -> None:
+    """Take the lock; a self-test that looks who holds it has it for an instant."""
+    for _ in range(LOCK_TRIES):
+        try:
+            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(LOCK_TRY_S)
+    return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def inherited_socket(environ: MutableMapping[str, str]) -> socket.socket | None:

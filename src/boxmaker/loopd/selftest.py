@@ -179,13 +179,17 @@ async def _check_server(report: Report, config: Config, client: Client) -> dict[
             "server", f"{url} refuses the key", "Put its --api-key into the file that [server] api_key_file names"
         )
         return None
-    if answer.status != 200 or not isinstance(answer.value, dict):
+    if answer.status == 200 and not isinstance(answer.value, dict):
+        report.fail("server", f"{url} is no llama-server: /props is no JSON object", "Mend [server] url")
+        return None
+    if answer.status != 200:
         report.warn(
             "server", f"{url} answers /props with {answer.status}: it may be no llama-server", "Check [server] url"
         )
         return {}
     report.ok("server", url)
-    return answer.value
+    props: dict[str, Any] = answer.value
+    return props
 
 
 async def _check_slot(report: Report, config: Config, client: Client, props: dict[str, Any]) -> int | None:

@@ -26,13 +26,14 @@ from boxmaker.inference.client import Client
 from boxmaker.inference.request import fixed_fields
 from boxmaker.log import log_event
 from boxmaker.loopd.home import bound_socket, inherited_socket, lock_home, notify_systemd, prepare_home
-from boxmaker.loopd.selftest import run_selftest
+from boxmaker.loopd.selftest import Report, run_selftest
 from boxmaker.proto.channel import Turn, TurnDone
 from boxmaker.proto.time import Timestamp, timestamp
 from boxmaker.session.baseline import Baseline, assemble_baseline
 from boxmaker.session.disk import Disk, ThreadDisk, sweep_new
 from boxmaker.session.store import NewSession, Store
 from boxmaker.tools.fake import FakeTools, fake_registry
+from boxmaker.tools.registry import Registry
 from boxmaker.turn import Runtime, run_turn
 
 MIB = 1024 * 1024
@@ -84,17 +85,12 @@ async def serve(config: Config, *, until_eof: bool = False, disk: Disk | None = 
     """
     registry = fake_registry()
     async with Client(config) as client:
-        with ExitStack() as held:
+        with ExitStack() as held, trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
             prepare_home(config.paths.home)
             held.enter_context(lock_home(config.paths.home))
-            report = await run_selftest(config, client, registry)
-            for check in report.checks:
-                log_event(
-                    "selftest", check=check.name, state=check.state, message=check.message, remedy=check.remedy or None
-                )
-            if report.failed:
-                failed = "\n".join(check.line() for check in report.checks if check.state == "fail")
-                raise StartError(message=f"the self-test failed:\n{failed}")
+            report = await _selftest(config, client, registry, signals, until_eof)
+            if report is None:
+                return
             swept = sweep_new(config.paths.home / "sessions")
             if swept:
                 log_event("unfinished_sessions_removed", count=swept)
@@ -108,17 +104,44 @@ async def serve(config: Config, *, until_eof: bool = False, disk: Disk | None = 
             rt = Runtime(
                 config=config, client=client, facts=report.facts, port=FakeTools(now), registry=registry, now=now
             )
-            await _accept(config, TurnService(rt, store), until_eof)
+            await _accept(config, TurnService(rt, store), signals, until_eof)
     log_event("stopped")
 
 
-async def _accept(config: Config, service: TurnService, until_eof: bool) -> None:
+async def _selftest(
+    config: Config, client: Client, registry: Registry, signals: AsyncIterator[int], until_eof: bool
+) -> Report | None:
+    """Run the self-test, which may wait long for a loading model; None when we were stopped meanwhile.
+
+    Raises:
+        StartError: a check failed.
+    """
+    found: list[Report] = []
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(_stop_on_signal, signals, nursery.cancel_scope)
+        if until_eof:
+            nursery.start_soon(_stop_on_eof, nursery.cancel_scope)
+        found.append(await run_selftest(config, client, registry))
+        nursery.cancel_scope.cancel()
+    if not found:
+        log_event("stopped")
+        return None
+    report = found[0]
+    for check in report.checks:
+        log_event("selftest", check=check.name, state=check.state, message=check.message, remedy=check.remedy or None)
+    if report.failed:
+        failed = "\n".join(check.line() for check in report.checks if check.state == "fail")
+        raise StartError(message=f"the self-test failed:\n{failed}")
+    return report
+
+
+async def _accept(config: Config, service: TurnService, signals: AsyncIterator[int], until_eof: bool) -> None:
     closing = Closing()
 
     async def connection(stream: trio.SocketStream) -> None:
         await serve_connection(stream, config.channel, service.run, closing, os.geteuid())
 
-    with ExitStack() as bound, trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+    with ExitStack() as bound:
         passed = inherited_socket(os.environ)
         listening = passed or bound.enter_context(bound_socket(config.channel.socket))
         listener = trio.SocketListener(trio.socket.from_stdlib_socket(listening))

@@ -108,6 +108,12 @@ class Daemon:
         assert lines[-1] == b"", "the log ends with LF"
         return [decode_line(line) for line in lines[:-1]]
 
+    async def until_free(self, session: str) -> None:
+        """Wait until every turn of the session has ended. Cancellation: safe at any point."""
+        running = self.store._running.get(SessionId(session))
+        if running is not None:
+            await running.done.wait()
+
     def is_free(self, session: str) -> bool:
         """Has every turn of the session ended?"""
         return SessionId(session) not in self.store._running

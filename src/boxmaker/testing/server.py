@@ -223,7 +223,7 @@ class ScriptedServer:
     async def serve(self, stream: trio.SocketStream) -> None:
         """Serve one connection: one request, as our client does."""
         async with stream:
-            request = await _read_request(stream)
+            request = await read_request(stream)
             if request is None:
                 return
             self.received.append(request)
@@ -298,7 +298,8 @@ async def _watch(stream: trio.SocketStream, request: Received, scope: trio.Cance
     scope.cancel()
 
 
-async def _read_request(stream: trio.SocketStream) -> Received | None:
+async def read_request(stream: trio.SocketStream) -> Received | None:
+    """Read one request as our client sends it; None when the peer left without one."""
     raw = bytearray()
     while b"\r\n\r\n" not in raw:
         data = await stream.receive_some(65536)
