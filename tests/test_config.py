@@ -294,6 +294,13 @@ def test_an_odd_key_does_not_break_its_line(tmp_path: Path) -> None:
     assert line.startswith("[request] 'a\\nb': found inf, ")
 
 
+def test_an_odd_file_name_does_not_break_its_line(tmp_path: Path) -> None:
+    key = tmp_path / "a\\n\\x1b[31m"
+    assert problems(tmp_path, MINIMAL + 'api_key_file = "a\\n\\u001b[31m"\n') == [
+        f"[server] api_key_file: {key} cannot be read: No such file or directory"
+    ]
+
+
 # -- the url ----------------------------------------------------------------------------------
 
 

@@ -79,7 +79,7 @@ async def test_find_tool_then_call_tool_of_an_unknown_tool(tmp_path: Path, autoj
     ]
     assert results(log) == [
         "No tool matches.",
-        "There is no tool 'fs.write' for call_tool. find_tool with an empty query lists them all.",
+        "Unknown tool 'fs.write' for call_tool. find_tool with an empty query lists them all.",
     ]
     call = ToolCall(id="OKvGkoXSTPEszknBiDm7gfvXTFCdYF90", name="find_tool", arguments='{"query": "files", "limit": 2}')
     assert isinstance(log[1], Assistant)

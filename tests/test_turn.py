@@ -432,7 +432,7 @@ async def test_a_call_answered_as_unknown_or_unparsable_counts_as_made(
         await daemon.ask("s", "go", resume=False)
         found = contents(daemon.log("s"))
     assert found[0] == (
-        "There is no tool 'rm'. The tools are clock, find_tool, call_tool; find_tool finds more, call_tool calls them."
+        "Unknown tool 'rm'. The tools are clock, find_tool, call_tool; find_tool finds more, call_tool calls them."
     )
     assert found[1].startswith("The arguments did not parse: ")
     assert "already" in found[2]

@@ -582,6 +582,19 @@ async def test_a_log_that_was_replaced_between_turns_is_read_again(tmp_path: Pat
     assert await say(store) == body(said("laenge1"))
 
 
+async def test_a_log_that_was_edited_in_place_between_turns_is_read_again(tmp_path: Path) -> None:
+    """With as many bytes in the same file: only the time of the change tells."""
+    store = make_store(tmp_path)
+    await say(store, user("größe"), resume=False)
+    log = store.directory / "s" / "0.jsonl"
+    raw = log.read_bytes().replace("größe".encode(), b"laenge1")
+    later = log.stat().st_mtime_ns + 1_000_000
+    with log.open("r+b") as opened:
+        opened.write(raw)
+    os.utime(log, ns=(later, later))  # the clock of a file system may be coarser than two writes
+    assert await say(store) == body(said("laenge1"))
+
+
 async def test_a_session_that_was_removed_is_gone_and_its_id_is_free(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     await say(store, user("größe"), resume=False)

@@ -56,6 +56,8 @@ class _Known:
     device: int
     inode: int
     size_bytes: int
+    changed_ns: int
+    """When the log was last written: an edit in place may keep its size."""
     state: LogState
     encoder: RequestEncoder
 
@@ -120,17 +122,18 @@ class Session:
                 lines += line
         except (ValueRefused, OutOfOrder) as exc:
             raise InternalError(message=f"a record cannot be written: {exc}") from exc
-        await self._disk.run(lambda: self._write(lines, known.size_bytes))
+        known.changed_ns = await self._disk.run(lambda: self._write(lines, known.size_bytes))
         known.size_bytes += len(lines)
         known.state = trial
         for message in added:
             known.encoder.add(message)
 
-    def _write(self, lines: bytes, size_bytes: int) -> None:
+    def _write(self, lines: bytes, size_bytes: int) -> int:
         try:
             if not _is_at(self._file, self._fd) or os.fstat(self._fd).st_size != size_bytes:
                 raise OSError(errno.EBUSY, "another program has changed the log during this turn")
             append_durably(self._fd, lines)
+            return os.fstat(self._fd).st_mtime_ns
         except OSError as exc:
             raise StorageError(action="append to", file=self._file, reason=exc.strerror or str(exc)) from exc
 
@@ -236,10 +239,11 @@ class Store:
             fd = open_locked(self.directory, session)
             try:
                 now = os.fstat(fd)
-                if kept is not None and (now.st_dev, now.st_ino, now.st_size) == (
+                if kept is not None and (now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns) == (
                     kept.device,
                     kept.inode,
                     kept.size_bytes,
+                    kept.changed_ns,
                 ):
                     return fd, kept
                 state, baseline, found = read_session(self.directory, session, fd)
@@ -247,7 +251,7 @@ class Store:
                 encoder.add(chat.System(content=baseline.system))
                 for message in found:
                     encoder.add(message)
-                return fd, _Known(now.st_dev, now.st_ino, now.st_size, state, encoder)
+                return fd, _Known(now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, state, encoder)
             except BaseException:
                 os.close(fd)
                 raise

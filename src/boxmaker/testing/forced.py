@@ -3,7 +3,8 @@
 The server generates with its real tokenizer, slots, cache and timings; only the choice of tokens is
 ours. It takes `tool_choice: "none"` with a grammar while it still renders the tools, and a grammar
 may list token ids. The ids are those that the server's own tokenizer gives for the rendered prompt with
-the wanted text behind it, so what is generated is what will be read again. Text in the demo
+the wanted text behind it, so what is generated is what will be read again. (Keep replies to characters
+that are whole tokens, ASCII for one: inside a split character such a grammar is not exact.) Text in the demo
 template's form is turned into reasoning, content and tool-call deltas, as the server's own parser would.
 
 Source: design.md section 11.

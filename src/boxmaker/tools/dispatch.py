@@ -102,13 +102,13 @@ def _unparsed(reason: str) -> Local:
 
 def _unknown(registry: Registry, name: str) -> str:
     names = ", ".join(registry.core_names())
-    return f"There is no tool {name!r}. The tools are {names}; find_tool finds more, call_tool calls them."
+    return f"Unknown tool {name!r}. The tools are {names}; find_tool finds more, call_tool calls them."
 
 
 def _unknown_inner(registry: Registry, name: str) -> str:
     if registry.is_core(name) or name in (FIND_TOOL, CALL_TOOL):
-        return f"The tool {name!r} is called by its own name, not with call_tool."
-    return f"There is no tool {name!r} for call_tool. find_tool with an empty query lists them all."
+        return f"Unknown to call_tool: the tool {name!r} is called by its own name."
+    return f"Unknown tool {name!r} for call_tool. find_tool with an empty query lists them all."
 
 
 def cap_result(text: str, cap_bytes: int) -> tuple[str, bool]:
