@@ -604,7 +604,7 @@ def test_a_path_may_begin_with_the_owners_home(tmp_path: Path) -> None:
 
 
 def test_a_relative_file_gives_absolute_paths(tmp_path: Path) -> None:
-    load(tmp_path, with_key("paths", "home", '"home"'))
+    load(tmp_path, with_key("paths", "home", '"home"') + '\n[channel]\nsocket = "/run/s"\n')
     relative = Path("..").joinpath(*[".."] * len(Path.cwd().parts), *(tmp_path / "config.toml").parts[1:])
     assert load_config(relative, {}).paths.home.is_absolute()
 

@@ -35,6 +35,9 @@ from boxmaker.errors import (
 
 LOG = Path("/home/jürgen/sessions/a/0.jsonl")
 
+CHECK = (
+    "; `bxctl session check a --home '/home/jürgen'` lists all damage; mend the file by hand, or begin a new session"
+)
 TEXTS: list[tuple[BoxmakerError, str, dict[str, object] | None]] = [
     (ConfigError(problems=("config.toml: [loop] tool_iterations: found 0, allowed is an integer ≥ 1", "two")),
      "config.toml: [loop] tool_iterations: found 0, allowed is an integer ≥ 1\ntwo", None),
@@ -60,9 +63,18 @@ TEXTS: list[tuple[BoxmakerError, str, dict[str, object] | None]] = [
     (SessionBusy(session="a"),
      "session a is busy with another turn; try again when that has ended", {"session": "a"}),
     (SessionDamaged(file=LOG, line=3, problem="$.content: expected text, found 5"),
-     "/home/jürgen/sessions/a/0.jsonl:3: $.content: expected text, found 5", {"file": str(LOG), "line": 3}),
+     "/home/jürgen/sessions/a/0.jsonl:3: $.content: expected text, found 5" + CHECK,
+     {"file": str(LOG), "line": 3}),
+    (SessionDamaged(file=LOG, line=9, problem="the last line is torn", torn=True),
+     "/home/jürgen/sessions/a/0.jsonl:9: the last line is torn; "
+     "`bxctl session repair a --home '/home/jürgen'` cuts the torn end off and keeps a copy",
+     {"file": str(LOG), "line": 9}),
+    (SessionDamaged(file=LOG, line=1, problem="the last line is torn", torn=True),
+     "/home/jürgen/sessions/a/0.jsonl:1: the last line is torn; it has no whole line: remove /home/jürgen/sessions/a",
+     {"file": str(LOG), "line": 1}),
     (SessionDamaged(file=LOG, line=0, problem="is no log file: Is a directory"),
-     "/home/jürgen/sessions/a/0.jsonl: is no log file: Is a directory", {"file": str(LOG), "line": 0}),
+     "/home/jürgen/sessions/a/0.jsonl: is no log file: Is a directory" + CHECK,
+     {"file": str(LOG), "line": 0}),
     (StorageError(action="append to", file=LOG, reason="No space left on device"),
      "cannot append to /home/jürgen/sessions/a/0.jsonl: No space left on device",
      {"file": str(LOG), "action": "append to"}),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,10 +18,13 @@ import trio
 from attrs import define, field
 from trio.testing import MockClock, wait_all_tasks_blocked
 
+from boxmaker.channel.client import TurnChannel
+from boxmaker.channel.server import serve_connection
 from boxmaker.errors import BadFrame, ChannelClosed
 from boxmaker.loopd.serve import TurnService
-from boxmaker.proto.channel import ToolCallStarted, TurnDone
+from boxmaker.proto.channel import ToolCallStarted, Turn, TurnDone
 from boxmaker.proto.chat import Content, Progress, Queued, Reasoning, Retrying, Waiting
+from boxmaker.proto.frames import encode_request
 from boxmaker.proto.ids import SessionId
 from boxmaker.proto.records import Assistant, ToolResult
 from boxmaker.session.disk import InlineDisk
@@ -57,13 +60,17 @@ async def eventually(condition: Callable[[], bool]) -> None:
     raise AssertionError("it never came true")
 
 
+def check_gate(daemon: Daemon) -> None:
+    hold = daemon.client.hold(daemon.config.slots.main)
+    assert hold.take_nowait(), "the gate is free"
+    hold.give_back()
+
+
 async def check_left(daemon: Daemon, server: ScriptedServer, session: str) -> None:
     """What must hold after a channel of a session has gone."""
     await eventually(lambda: daemon.is_free(session))
     await eventually(lambda: all(request.closed.is_set() for request in server.completions))
-    hold = daemon.client.hold(daemon.config.slots.main)
-    assert hold.take_nowait(), "the gate is free"
-    hold.give_back()
+    check_gate(daemon)
     log = daemon.log(session)  # reads strictly: a torn or broken line fails
     calls = [call.id for record in log if isinstance(record, Assistant) for call in record.tool_calls]
     results = [record.tool_call_id for record in log if isinstance(record, ToolResult)]
@@ -365,6 +372,7 @@ async def hang_up_at(step: int, directory: Path) -> bool:
         await eventually(lambda: steps.task not in daemon.nursery.child_tasks)
         trio.lowlevel.remove_instrument(steps)
         if not (daemon.store.directory / "s").exists():
+            check_gate(daemon)
             server.scripts = [reply("fine")]
             assert (await daemon.ask("s", "hi", resume=False)).content == "fine"
         else:
@@ -398,14 +406,84 @@ async def leaves_calls_open(session: Session, rt: Runtime, content: str, emit: E
         turn.hold.give_back()
 
 
-@pytest.mark.parametrize("fault", [keeps_the_gate, leaves_calls_open])
+FOUND_BY: dict[RunTurn, str] = {keeps_the_gate: "the gate is free", leaves_calls_open: "every call has one result"}
+
+
+def assertions(group: BaseExceptionGroup[AssertionError]) -> list[str]:
+    return [
+        text
+        for exc in group.exceptions
+        for text in (assertions(exc) if isinstance(exc, BaseExceptionGroup) else [str(exc)])
+    ]
+
+
+@pytest.mark.parametrize("fault", FOUND_BY)
 async def test_the_sweep_finds_a_planted_fault(tmp_path: Path, autojump_clock: MockClock, fault: RunTurn) -> None:
+    """By the check that is there for it, at a step in the middle: not by the sweep's own end."""
+    steps = 0
+
     async def run_one(step: int, directory: Path) -> bool:
+        nonlocal steps
+        steps = step
         return await cancel_run_turn(step, directory, fault)
 
     found: list[str] = []
     try:
         await sweep(run_one, tmp_path, at_least=20)
     except* AssertionError as group:
-        found.append(repr(group))
-    assert found
+        found += assertions(group)
+    assert len(found) == 1
+    assert found[0].startswith(FOUND_BY[fault])
+    assert 1 <= steps < 60
+
+
+async def cancel_connection_at(step: int, directory: Path, leak: bool = False) -> bool:
+    """Cancel the connection handler itself before one of its steps, as the end of the grace does."""
+    port = ScriptedPort([public("noon"), public("hi")])
+    async with standing_daemon(directory, *SWEPT, port=port) as (server, daemon):
+        ours, theirs = trio.socket.socketpair()
+        service = TurnService(daemon.rt, daemon.store)
+        scope = trio.CancelScope()
+        steps = Steps(step, scope.cancel)
+
+        async def connection() -> None:
+            steps.task = trio.lowlevel.current_task()
+            with scope:
+                await serve_connection(trio.SocketStream(theirs), daemon.config.channel, service.run, daemon.closing)
+            if leak and scope.cancelled_caught:
+                daemon.client.hold(0).take_nowait()
+
+        trio.lowlevel.add_instrument(steps)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(connection)
+            async with trio.SocketStream(ours) as stream:
+                await stream.send_all(encode_request(Turn(session=SessionId("s"), content="hi", resume=False)))
+                frames = TurnChannel(stream)
+                with suppress(ChannelClosed):
+                    while not (await frames.receive()).final:
+                        pass
+        trio.lowlevel.remove_instrument(steps)
+        if not (daemon.store.directory / "s").exists():
+            check_gate(daemon)
+            server.scripts = [reply("fine")]
+            assert (await daemon.ask("s", "hi", resume=False)).content == "fine"
+        else:
+            await check_left(daemon, server, "s")
+        return not scope.cancelled_caught and steps.seen < step
+
+
+async def test_a_cancel_of_the_connection_at_every_step(tmp_path: Path, autojump_clock: MockClock) -> None:
+    await sweep(cancel_connection_at, tmp_path, at_least=20)
+
+
+async def test_the_sweep_of_the_connection_finds_a_planted_fault(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async def run_one(step: int, directory: Path) -> bool:
+        return await cancel_connection_at(step, directory, leak=True)
+
+    found: list[str] = []
+    try:
+        await sweep(run_one, tmp_path, at_least=20)
+    except* AssertionError as group:
+        found += assertions(group)
+    assert len(found) == 1
+    assert found[0].startswith("the gate is free")

@@ -15,8 +15,8 @@ ORDER = [
     "session.store", "session.logs",
     "tools.port", "tools.registry", "tools.dispatch", "tools.fake", "turn", "channel.server",
     "channel.client", "demo.server", "demo.run", "loopd.home", "loopd.selftest", "loopd.serve", "loopd.cli",
-    "loopd.__main__", "bxctl.render", "bxctl.chat", "bxctl.logs", "bxctl.cli", "bxctl.__main__", "testing.server",
-    "testing.port", "testing.daemon", "testing.forced",
+    "loopd.__main__", "bxctl.output", "bxctl.render", "bxctl.chat", "bxctl.logs", "bxctl.cli", "bxctl.__main__",
+    "testing.server",    "testing.port", "testing.daemon", "testing.forced",
 ]  # fmt: skip
 """Each module may import those before it; a package's own `__init__` holds a docstring alone."""
 
@@ -94,7 +94,7 @@ def test_pure_modules_have_no_clock_no_randomness_and_no_event_loop() -> None:
 
 
 def test_the_client_command_knows_neither_sessions_nor_the_server() -> None:
-    for name in ("bxctl.render", "bxctl.chat", "bxctl.logs", "bxctl.cli", "channel.client"):
+    for name in ("bxctl.output", "bxctl.render", "bxctl.chat", "bxctl.logs", "bxctl.cli", "channel.client"):
         for imported in imports(modules()[name]):
             package = imported.partition(".")[0]
             assert package not in {"inference", "tools", "turn", "loopd"}, name

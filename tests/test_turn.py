@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from boxmaker.testing.server import (
     delta,
     ending,
     error_response,
+    json_response,
     reply,
     scripted_server,
 )
@@ -890,3 +892,38 @@ async def test_a_turn_that_waits_for_the_server_lets_the_next_one_go_first(
             nursery.start_soon(partial(daemon.ask, name, name, resume=False))
             await wait_all_tasks_blocked()
     assert speakers(server) == ["first", "second", "first"]
+
+
+# -- another model behind the same address --------------------------------------------------------
+
+
+async def test_another_model_is_seen_in_the_stream_and_asked_whether_users_alternate(
+    tmp_path: Path, autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Then sessions are encoded anew: the one exception to the prefix, logged as such."""
+    caplog.set_level("INFO", "boxmaker")
+
+    def strict(body: dict[str, Any]) -> bytes:
+        roles = [message["role"] for message in body["messages"]]
+        if ("user", "user") in pairwise(roles):
+            return error_response(500, "roles must alternate")
+        return json_response(200, {"prompt": "rendered"})
+
+    refused = error_response(400, "wrong")
+    other = reply("second").replace(b"scripted", b"replaced")
+    async with (
+        scripted_server(refused, reply("first"), other, reply("third").replace(b"scripted", b"replaced")) as server,
+        running_daemon(tmp_path, server.url) as daemon,
+    ):
+        await daemon.fail("s", "1", resume=False)
+        await daemon.ask("s", "2", resume=True)
+        server.apply_template = strict
+        await daemon.ask("s", "3", resume=True)
+        await daemon.ask("s", "4", resume=True)
+    assert [message["role"] for message in messages(server, 2)] == ["system", "user", "user", "assistant", "user"]
+    assert [message["role"] for message in messages(server, 3)] == [
+        "system", "user", "assistant", "user", "assistant", "user", "assistant", "user",
+    ]  # fmt: skip
+    events = [record.message for record in caplog.records]
+    assert events.count("model_changed") == 1
+    assert events.count("alternate_changed") == 1

@@ -23,6 +23,7 @@ import attrs
 from attrs import field, frozen
 
 from boxmaker.errors import ConfigError
+from boxmaker.proto.channel import SOCKET_PATH_MAX_BYTES
 
 DEFAULT_HOME = Path("/var/lib/boxmaker")
 MIN_SIZE_BYTES = 256
@@ -337,6 +338,11 @@ class _Reader:
         home = self._resolve(home) if home else Path(environ.get("BOXMAKER_HOME") or DEFAULT_HOME).absolute()
         socket = tables["channel"].get("socket")
         tables["channel"]["socket"] = self._resolve(socket) if socket else socket_path(home)
+        size_bytes = len(os.fsencode(tables["channel"]["socket"]))
+        if size_bytes > SOCKET_PATH_MAX_BYTES:
+            where = f"{tables['channel']['socket']} has {size_bytes} bytes"
+            self._say("[channel] socket", f"{where}, allowed are {SOCKET_PATH_MAX_BYTES}; set it to a shorter path")
+            raise ConfigError(problems=tuple(self._problems))
         tables["paths"]["home"] = home
         tables["server"]["api_key"] = key
         if "api_key_file" in tables["server"]:

@@ -22,6 +22,7 @@ Errors of httpx, os and json stop at the module that wraps the foreign thing.
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -75,12 +76,10 @@ class NobodyListens(BoxmakerError):
     code: ClassVar[str] = "nobody_listens"
     path: Path
     reason: str
+    remedy: str = "start it with `loopd serve`, or name its socket with --socket"
 
     def __str__(self) -> str:
-        return (
-            f"no loopd answers on {self.path} ({self.reason}); "
-            "start it with `loopd serve`, or name its socket with --socket"
-        )
+        return f"no loopd answers on {self.path} ({self.reason}); {self.remedy}"
 
 
 @define(kw_only=True)
@@ -167,8 +166,15 @@ class NoSuchSession(WireableError):
 
     code: ClassVar[str] = "no_such_session"
     session: str
+    directory: Path | None = None
+    """Where it was looked for, by a command that reads logs."""
 
     def __str__(self) -> str:
+        if self.directory is not None:
+            return (
+                f"there is no session {self.session} in {self.directory}; "
+                "name the daemon's home with --home or BOXMAKER_HOME"
+            )
         return f"there is no session {self.session}; a turn with resume: false begins it"
 
     def detail(self) -> dict[str, object]:
@@ -211,10 +217,22 @@ class SessionDamaged(WireableError):
     file: Path
     line: int
     problem: str
+    torn: bool = False
+    """The last line has no end: the one kind of damage that can be mended without losing a record."""
 
     def __str__(self) -> str:
         where = f"{self.file}:{self.line}" if self.line else str(self.file)
-        return f"{where}: {self.problem}"
+        return f"{where}: {self.problem}; {self.remedy()}"
+
+    def remedy(self) -> str:
+        """What the owner can type: the file stands in `<home>/sessions/<id>/`."""
+        directory = self.file.parent
+        arguments = f"{directory.name} --home {shlex.quote(str(directory.parent.parent))}"
+        if not self.torn:
+            return f"`bxctl session check {arguments}` lists all damage; mend the file by hand, or begin a new session"
+        if self.line == 1:
+            return f"it has no whole line: remove {directory}"
+        return f"`bxctl session repair {arguments}` cuts the torn end off and keeps a copy"
 
     def detail(self) -> dict[str, object]:
         return {"file": str(self.file), "line": self.line}

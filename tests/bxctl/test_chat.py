@@ -303,8 +303,13 @@ def test_when_nobody_listens_the_path_is_named_and_the_status_is_1(short_dir: Pa
     (line,) = errors(result)
     assert str(short_dir / "none") in line
     assert "loopd serve" in line
+    assert line.startswith("bxctl: nobody_listens: ")
     assert result.exit_code == 1
-    assert result.stdout == ""
+    if "--json" in mode:
+        body = json.loads(result.stdout)
+        assert body == {"code": "nobody_listens", "message": body["message"], "detail": {}}
+    else:
+        assert result.stdout == ""
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,10 @@ def test_damage_is_found_mended_and_said(home: Path) -> None:
     shown = bxctl(home, "log", "s")
     assert shown.stdout.splitlines() == SHOWN, "what can be read is shown"
     assert shown.returncode == 1
-    assert shown.stderr == f"bxctl: session_damaged: {log}:12: the last line is torn: 18 bytes without an end\n"
+    assert shown.stderr == (
+        f"bxctl: session_damaged: {log}:12: the last line is torn: 18 bytes without an end; "
+        f"`bxctl session repair s --home {home}` cuts the torn end off and keeps a copy\n"
+    )
     mended = bxctl(home, "session", "repair", "s")
     assert mended.returncode == 0
     assert '{"type":"user","ti\n' in mended.stdout

@@ -17,7 +17,7 @@ from boxmaker.proto.chat import Content, Figures, Progress, Queued, Reasoning, R
 from boxmaker.proto.frames import Answer
 
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
-CLEAR = "\r\x1b[K"
+CLEAR = "\r\x1b[J"
 
 
 def done(content: str, reasoning_tokens: int = 0) -> TurnDone:
@@ -296,7 +296,7 @@ def test_progress_is_a_line_that_vanishes() -> None:
     renderer.show(Progress(total=4000, cache=1000, processed=1000))
     screen.now_s = 2.0
     renderer.show(Progress(total=4000, cache=1000, processed=2000))
-    first, second = screen.seen.split(CLEAR)[1], screen.seen.split(CLEAR)[-1]
+    first, second = screen.seen.split(CLEAR)
     assert first == "reading 1,000 of 4,000 tokens, 1,000 from cache"
     assert second == "reading 2,000 of 4,000 tokens, 1,000 from cache, 500/s"
     renderer.show(Progress(total=4000, cache=1000, processed=4000))
@@ -316,10 +316,31 @@ def test_whatever_comes_next_clears_the_line_first(answer: Answer) -> None:
     assert screen.seen.removeprefix(before).startswith(CLEAR)
 
 
-def test_the_vanishing_line_is_no_longer_than_the_terminal_is_wide() -> None:
-    screen = Screen(columns=12)
-    screen.renderer(stream=True).show(Progress(total=10, cache=0, processed=5))
-    assert screen.seen == f"{CLEAR}reading 5 o"
+@pytest.mark.parametrize(
+    ("columns", "shown"),
+    [
+        (80, "reading 50,614 of 100,000 tokens, 0 from cache"),
+        (47, "reading 50,614 of 100,000 tokens, 0 from cache"),
+        (46, "reading 50,614 of 100,000 tokens"),
+        (20, "50,614 of 100,000"),
+        (12, "50%"),
+        (3, ""),
+    ],
+)
+def test_the_vanishing_line_says_what_fits_and_never_half_a_number(columns: int, shown: str) -> None:
+    screen = Screen(columns=columns)
+    screen.renderer(stream=True).show(Progress(total=100_000, cache=0, processed=50_614))
+    assert screen.seen == shown
+
+
+def test_the_line_vanishes_whole_when_the_terminal_has_become_narrower() -> None:
+    """A terminal of 20 columns shows its 46 characters on three rows, the cursor on the last."""
+    screen = Screen(columns=80)
+    renderer = screen.renderer(stream=True)
+    renderer.show(Progress(total=100_000, cache=0, processed=50_614))
+    screen.columns = 20
+    renderer.show(Content(text="x"))
+    assert screen.seen.endswith("\x1b[2A\r\x1b[Jx")
 
 
 def test_progress_leaves_no_trace_where_there_is_no_terminal() -> None:
@@ -336,7 +357,7 @@ def test_the_figures_of_the_last_completion_follow_the_answer() -> None:
     renderer.show(Content(text="Hi."))
     screen.now_s = 4.0
     renderer.show(done("Hi."))
-    assert screen.seen == "Hi.\n[1,200 cached, 34 read, 50 generated, 12.5 tokens/s]\n"
+    assert screen.seen == "Hi.\n[1,200 cached, 34 read, 50 generated, 12.2 tokens/s]\n"  # 49 after the first, in 4 s
 
 
 def test_figures_that_the_server_did_not_send_are_left_out() -> None:

@@ -124,7 +124,7 @@ def test_how_far_the_server_has_read_is_a_line_that_vanishes(short_dir: Path) ->
         screen.read_until("> ")
         screen.type("x\n")
         shown = screen.read_until("> ")
-    assert shown.startswith("\r\x1b[Kreading 5 of 10 tokens, 0 from cache\r\x1b[KHi.\n[1 cached, 2 read, 3 generated")
+    assert shown.startswith("reading 5 of 10 tokens, 0 from cache\r\x1b[JHi.\n[1 cached, 2 read, 3 generated")
 
 
 def test_content_is_shown_while_the_turn_runs(short_dir: Path) -> None:
@@ -189,3 +189,32 @@ def test_ctrl_c_in_a_turn_hangs_up_and_the_chat_goes_on(short_dir: Path) -> None
     assert answered == "Hi.\n> "
     assert [request["content"] for request in loopd.requests] == ["one", "two", "three"]
     assert loopd.resumes == [True, True, True]
+
+
+def test_a_line_that_the_terminal_may_have_cut_is_not_sent(short_dir: Path) -> None:
+    """Linux hands over 4095 bytes of a typed line, and drops the rest without a word."""
+    with scripted_loopd(short_dir / "s", [done("4094")]) as loopd, terminal(short_dir / "s") as screen:
+        screen.read_until("> ")
+        for _ in range(3):
+            screen.type("x" * 2000)
+            time.sleep(0.05)  # the terminal's own queue is 4096 bytes: let the other side take them
+        screen.type("\n")
+        said = screen.read_until("> ")
+        screen.type("y" * 4094 + "\n")
+        screen.read_until("4094\n")
+    assert "bxctl: bad_request: a terminal hands over 4095 bytes of a line at most" in said
+    assert "Pipe a long text" in said
+    assert [request["content"] for request in loopd.requests] == ["y" * 4094]
+
+
+def test_a_terminal_keeps_its_prompt_while_the_daemon_is_away(short_dir: Path) -> None:
+    with terminal(short_dir / "s") as screen:
+        screen.read_until("> ")
+        screen.type("one\n")
+        assert "bxctl: nobody_listens: no loopd answers on" in screen.read_until("> ")
+        with scripted_loopd(short_dir / "s", [done("Back again.")]):
+            screen.type("two\n")
+            assert screen.read_until("> ").startswith("Back again.\n")
+        screen.type("/quit\n")
+        screen.read_to_end()
+        assert screen.process.wait(LIMIT_S) == 0

@@ -52,7 +52,7 @@ def daemon(home: Path, config: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A daemon that is ready."""
     log = home / "loopd.log"
     before = log.read_text().count("event=ready") if log.exists() else 0
-    with child("-m", "boxmaker.loopd", "serve", "--config", str(config), log=log) as loopd:
+    with child("-m", "boxmaker.loopd", "serve", "--config", str(config), "--until-eof", log=log) as loopd:
         deadline = time.monotonic() + START_S
         while log.read_text().count("event=ready") == before:
             assert loopd.poll() is None, log.read_text()

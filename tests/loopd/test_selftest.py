@@ -188,7 +188,7 @@ async def test_what_answers_html_to_everything_passes_for_nothing(tmp_path: Path
 # -- the slot ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("refusal", [NOT_FOUND, NOT_SUPPORTED, NO_KEY])
+@pytest.mark.parametrize("refusal", [NOT_FOUND, NOT_SUPPORTED])
 async def test_a_server_without_slots_is_warned_of_and_props_count_them(
     tmp_path: Path, refusal: bytes, autojump_clock: MockClock
 ) -> None:
@@ -577,3 +577,35 @@ def test_no_answer_of_a_server_makes_the_selftest_raise(
     for found in report.checks:
         assert found.state in ("ok", "warn", "fail")
         json.dumps(found.line())
+
+
+@pytest.mark.parametrize("path", ["slots", "apply_template", "input_tokens"])
+async def test_a_key_that_is_refused_anywhere_fails_with_its_remedy(
+    tmp_path: Path, path: str, autojump_clock: MockClock
+) -> None:
+    """Some paths of a server may be open where others ask for the key."""
+    async with scripted_server() as server:
+        setattr(server, path, NO_KEY)
+        report = await run(tmp_path, server)
+    server_check = [one for one in report.checks if one.name == "server" and one.state == "fail"]
+    assert [one.remedy for one in server_check] == ["Put its --api-key into the file that [server] api_key_file names"]
+
+
+async def test_what_has_none_of_the_servers_own_paths_is_no_llama_server(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """As `python -m http.server` answers: 404 to GET, 501 to POST."""
+    async with scripted_server() as server:
+        server.props = server.slots = http_response(404, b"<!DOCTYPE HTML>", "text/html")
+        server.apply_template = server.input_tokens = http_response(501, b"<!DOCTYPE HTML>", "text/html")
+        report = await run(tmp_path, server)
+    assert report.failed
+    assert "no llama-server" in report.checks[-1].message
+
+
+async def test_max_tokens_is_no_matter_where_the_model_does_not_think(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    async with scripted_server() as server:
+        report = await run(tmp_path, server, "[request]\nmax_tokens = 100\n[thinking]\nenabled = false\n")
+    assert [one.name for one in report.checks if one.name == "max_tokens"] == []

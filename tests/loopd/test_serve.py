@@ -248,3 +248,18 @@ async def test_a_daemon_that_waits_for_a_loading_model_can_be_stopped(short_dir:
             await daemon.wait_for("event=stopped")
     assert status == 0
     assert "event=ready" not in daemon.log
+
+
+async def test_what_a_killed_creation_left_goes_at_start_up(short_dir: Path) -> None:
+    async with scripted_server() as server:
+        config = write_config(short_dir, server.url)
+        sessions = short_dir / "home" / "sessions"
+        (sessions / ".new-0123456789abcdef").mkdir(parents=True)
+        (sessions / ".new-0123456789abcdef" / "0.jsonl").touch()
+        (sessions / "kept").mkdir()
+        for directory in (short_dir / "home", sessions):
+            directory.chmod(0o700)
+        async with loopd_serve(config) as daemon:
+            assert names(sessions) == ["kept"]
+            assert "event=unfinished_sessions_removed count=1" in daemon.log
+            await daemon.stop(signal.SIGTERM)

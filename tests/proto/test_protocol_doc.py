@@ -14,11 +14,10 @@ import attrs
 import pytest
 
 from boxmaker import config
-from boxmaker.channel.client import SOCKET_PATH_MAX_BYTES
 from boxmaker.channel.server import AFTER_REQUEST_MAX_BYTES
 from boxmaker.errors import InferenceError
 from boxmaker.proto import channel, chat, records
-from boxmaker.proto.channel import TURN_EVENTS, ErrorCode, wire_error
+from boxmaker.proto.channel import SOCKET_PATH_MAX_BYTES, TURN_EVENTS, ErrorCode, wire_error
 from boxmaker.proto.frames import ANSWER_KINDS, CLIENT_MAX_FRAME, REQUEST_KINDS, VERSION
 from boxmaker.proto.records import RECORDS
 from boxmaker.tools import dispatch

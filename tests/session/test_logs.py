@@ -103,7 +103,7 @@ def test_each_line_is_a_record_or_what_is_wrong_with_it(tmp_path: Path) -> None:
     bad, torn = found[1][1], found[3][1]
     assert isinstance(bad, Finding)
     assert str(bad).startswith(f"{file}:2: ")
-    assert torn == Finding(file=file, line=4, problem="the last line is torn: 2 bytes without an end")
+    assert torn == Finding(file=file, line=4, problem="the last line is torn: 2 bytes without an end", torn=True)
     assert str(Finding(file=file, line=0, problem="x")) == f"{file}: x"
 
 
@@ -210,7 +210,7 @@ async def test_a_repair_cuts_a_torn_end_off_and_keeps_the_damaged_log(tmp_path: 
     assert done is not None
     assert done.dropped == b'{"type":"us'
     assert done.line == 5
-    assert re.fullmatch(r"0\.damaged-\d{8}-\d{6}-\d+\.jsonl", done.kept.name)
+    assert re.fullmatch(r"0\.damaged-\d{8}-\d{6}-[0-9a-f]{4}\.jsonl", done.kept.name)
     assert files(log.parent) == {
         "0.baseline.json": BASELINE_RAW,
         "0.jsonl": whole,

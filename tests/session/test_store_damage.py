@@ -102,9 +102,9 @@ async def test_a_torn_line_is_refused_with_the_command_that_mends_it(tmp_path: P
     lay_out(tmp_path, WHOLE + b'{"ty')
     error = await damage(tmp_path)
     assert error.line == 7
-    assert error.problem == (
-        "the last line is torn (4 bytes without an end); `bxctl session repair s` cuts it off and keeps a copy"
-    )
+    assert error.problem == "the last line is torn: 4 bytes without an end"
+    home = tmp_path / "home" if (tmp_path / "home").exists() else tmp_path
+    assert error.remedy() == f"`bxctl session repair s --home {home}` cuts the torn end off and keeps a copy"
 
 
 async def test_damage_before_a_torn_line_is_named_first(tmp_path: Path) -> None:

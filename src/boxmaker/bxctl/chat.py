@@ -5,12 +5,13 @@ Source: M2b section 7; design.md section 9.
 
 from __future__ import annotations
 
+import errno
 import json
 import secrets
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Protocol, TextIO
@@ -18,11 +19,13 @@ from typing import Protocol, TextIO
 import trio
 from attrs import define, frozen
 
+from boxmaker.bxctl.output import reader_watch
 from boxmaker.bxctl.render import Renderer, one_visible_line, visible
-from boxmaker.channel.client import Frame, open_turn
-from boxmaker.errors import ChannelClosed, ValueRefused, WireableError
+from boxmaker.channel.client import Frame, TurnChannel, open_turn
+from boxmaker.errors import ChannelClosed, NobodyListens, ValueRefused, WireableError
 from boxmaker.proto.channel import ErrorCode, Turn, TurnDone, WireError
 from boxmaker.proto.chat import Content
+from boxmaker.proto.codec import JsonObject
 from boxmaker.proto.ids import SUFFIX_ALPHABET, SUFFIX_LENGTH, SessionId, make_session_id
 
 NOT_BEGUN = frozenset({
@@ -35,6 +38,16 @@ exist; if it does not, the next turn falls back as `--session` does."""
 INTERRUPTED_STATUS = 130
 MAX_LINE_BYTES = 16 * 1024 * 1024
 """What is read of one line before we believe that it is no line: loopd's own limit is far below."""
+
+
+TERMINAL_LINE_BYTES = 4095
+"""What Linux hands over of one line that is typed or pasted; it drops the rest without a word (n_tty)."""
+READER_LOOK_S = 0.25
+"""How often it is looked whether our output is still read, while nothing comes."""
+
+
+class LineCut(Exception):
+    """A line that the terminal may have cut."""
 
 
 class LineTooLong(Exception):
@@ -81,13 +94,20 @@ class JsonView:
 
     def frame(self, frame: Frame) -> None:
         """Print the body."""
-        self._out.write(json.dumps(frame.body, separators=(",", ":")) + "\n")
-        self._out.flush()
+        self._body(frame.body)
         if isinstance(frame.answer, WireError):
-            self.error(frame.answer.code.value, frame.answer.message)
+            self._line(frame.answer.code.value, frame.answer.message)
 
     def error(self, code: str, message: str) -> None:
-        """Print a line on stderr."""
+        """Print a body like that of an error frame, and a line on stderr."""
+        self._body({"code": code, "message": message, "detail": {}})
+        self._line(code, message)
+
+    def _body(self, body: JsonObject) -> None:
+        self._out.write(json.dumps(body, separators=(",", ":")) + "\n")
+        self._out.flush()
+
+    def _line(self, code: str, message: str) -> None:
         print(f"bxctl: {code}: {one_visible_line(message)}", file=self._err, flush=True)
 
     def cancelled(self) -> None:
@@ -141,21 +161,29 @@ class Chat:
     resume: bool
     view: View
     err: TextIO
+    reader_gone: Callable[[], bool] = lambda: False
+    unreachable: bool = False
+    """The last turn found no daemon."""
 
     def turn(self, content: str) -> bool:
         """Run one turn and show it; True when it has an answer.
 
         Raises:
-            NobodyListens: no daemon; nothing was sent.
+            BrokenPipeError: the reader of our output has gone; the turn was cancelled.
             KeyboardInterrupt: Ctrl-C; the turn was cancelled.
         """
         self.view.begin()
+        self.unreachable = False
         try:
             final = trio.run(self._turn, content, self.resume)
             if isinstance(final, WireError) and final.code == ErrorCode.NO_SUCH_SESSION and self.resume:
                 print(f"new session {self.session}", file=self.err, flush=True)
                 self.resume = False
                 final = trio.run(self._turn, content, False)
+        except NobodyListens as exc:
+            self.unreachable = True
+            self.view.error(exc.code, str(exc))
+            return False
         except ChannelClosed as exc:
             self.resume = True
             self.view.error(exc.code, str(exc))
@@ -179,13 +207,20 @@ class Chat:
         turn = Turn(session=self.session, content=content, resume=resume)
         async with open_turn(self.socket, turn) as channel:
             while True:
-                frame = await channel.receive()
+                frame = await self._receive(channel)
                 answer = frame.answer
                 refused = resume and isinstance(answer, WireError) and answer.code == ErrorCode.NO_SUCH_SESSION
                 if not refused:  # a refused first try is not shown: the same turn is sent once more
                     self.view.frame(frame)
                 if isinstance(answer, TurnDone | WireError):
                     return answer
+
+    async def _receive(self, channel: TurnChannel) -> Frame:
+        while True:
+            with trio.move_on_after(READER_LOOK_S):
+                return await channel.receive()
+            if self.reader_gone():
+                raise BrokenPipeError(errno.EPIPE, "the reader of the answers has gone")
 
 
 def new_session_id() -> SessionId:
@@ -198,7 +233,7 @@ def run_chat(options: Options, *, no_colour: bool) -> int:
     """Run the command; give its exit status.
 
     Raises:
-        NobodyListens: no daemon behind the socket.
+        OSError: our output cannot be written; BrokenPipeError: nobody reads it any more.
     """
     out, err = sys.stdout, sys.stderr
     if isinstance(out, TextIOWrapper):
@@ -223,7 +258,14 @@ def run_chat(options: Options, *, no_colour: bool) -> int:
     else:
         view = HumanView(renderer)
     session = options.session or new_session_id()
-    chat = Chat(socket=options.socket, session=session, resume=options.session is not None, view=view, err=err)
+    chat = Chat(
+        socket=options.socket,
+        session=session,
+        resume=options.session is not None,
+        view=view,
+        err=err,
+        reader_gone=reader_watch(out),
+    )
     print(f"session {session}", file=err, flush=True)
     if options.say is not None:
         try:
@@ -238,7 +280,7 @@ def run_chat(options: Options, *, no_colour: bool) -> int:
 def _lines(chat: Chat, *, interactive: bool, prompt: bool) -> int:
     """A turn a line, until EOF or /quit. A person at a terminal has seen each error: that ends with 0."""
     failed = False
-    lines = _read_lines(chat.err if prompt else None)
+    lines = _read_lines(chat.err if prompt else None, interactive)
     while True:
         try:
             line = next(lines, None)
@@ -251,7 +293,13 @@ def _lines(chat: Chat, *, interactive: bool, prompt: bool) -> int:
         except UnicodeDecodeError:
             chat.view.error("bad_request", "the line is not UTF-8; it was not sent")
             failed = True
-            lines = _read_lines(chat.err if prompt else None)
+            lines = _read_lines(chat.err if prompt else None, interactive)
+            continue
+        except LineCut:
+            text = f"a terminal hands over {TERMINAL_LINE_BYTES} bytes of a line at most, and the rest of yours is gone"
+            chat.view.error("bad_request", f"{text}; it was not sent. Pipe a long text into `bxctl chat --session ID`")
+            failed = True
+            lines = _read_lines(chat.err if prompt else None, interactive)
             continue
         if line is None or line.strip() == "/quit":
             if line is None and prompt:
@@ -264,9 +312,13 @@ def _lines(chat: Chat, *, interactive: bool, prompt: bool) -> int:
         except KeyboardInterrupt:
             chat.view.cancelled()
             failed = True
+            if not interactive:  # there is no prompt to return to
+                return INTERRUPTED_STATUS
+        if chat.unreachable and not interactive:
+            return 1
 
 
-def _read_lines(prompt: TextIO | None) -> Iterator[str]:
+def _read_lines(prompt: TextIO | None, terminal: bool) -> Iterator[str]:
     while True:
         if prompt is not None:
             prompt.write("> ")
@@ -276,4 +328,6 @@ def _read_lines(prompt: TextIO | None) -> Iterator[str]:
             return
         if len(raw) > MAX_LINE_BYTES:
             raise LineTooLong
+        if terminal and len(raw) > TERMINAL_LINE_BYTES:  # with its LF: as much as fits, so more may have been typed
+            raise LineCut
         yield raw.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8")

@@ -17,6 +17,11 @@ from boxmaker.proto.ids import SessionId
 @click.version_option(__version__)
 def main() -> None:
     """Talk to boxmaker's daemon, loopd."""
+    if sys.stderr is None:  # `2>&-`: what is said there is lost, the answer is not
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # for the rest of the process
+    if sys.stdout is None:
+        click.echo("bxctl: output: stdout is closed, there is nowhere to print to", err=True)
+        sys.exit(1)
 
 
 def default_home() -> Path:
@@ -54,8 +59,10 @@ class Ending:
         if isinstance(exc, BoxmakerError):
             click.echo(f"bxctl: {exc.code}: {exc}", err=True)
             sys.exit(exc.exit_code)
-        if isinstance(exc, BrokenPipeError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nobody is left to tell
+        if isinstance(exc, OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still held back would fail again at the exit
+            if not isinstance(exc, BrokenPipeError):  # of a reader that went away nobody is left to be told
+                click.echo(f"bxctl: output: {exc.strerror}; what was printed is not complete", err=True)
             sys.exit(1)
         if isinstance(exc, KeyboardInterrupt):
             sys.exit(130)
@@ -94,6 +101,8 @@ def chat(
     """Chat: a line you type is a turn. Ctrl-D or /quit ends it."""
     from boxmaker.bxctl.chat import Options, run_chat
 
+    if say is not None and not say.strip():
+        raise click.UsageError("--say: white space alone is no turn")
     wanted = parse_id(session) if session is not None else None
     options = Options(
         socket=socket or default_socket(),
@@ -138,9 +147,17 @@ def sessions(home: Path | None, as_json: bool) -> None:
 def log(session: str, home: Path | None, as_json: bool, follow: bool) -> None:
     """Print a session's conversation: tool calls, results and losses too."""
     from boxmaker.bxctl.logs import show_log
+    from boxmaker.bxctl.output import reader_watch
 
     with Ending():
-        show_log((home or default_home()) / "sessions", parse_id(session), sys.stdout, as_json=as_json, follow=follow)
+        show_log(
+            (home or default_home()) / "sessions",
+            parse_id(session),
+            sys.stdout,
+            as_json=as_json,
+            follow=follow,
+            reader_gone=reader_watch(sys.stdout),
+        )
 
 
 @main.group("session")

@@ -122,7 +122,15 @@ class LogText:
         return [head, *(f"| {line}" for line in visible(record.content).rstrip("\n").split("\n"))]
 
 
-def show_log(sessions: Path, session: SessionId, out: TextIO, *, as_json: bool, follow: bool) -> None:
+def show_log(
+    sessions: Path,
+    session: SessionId,
+    out: TextIO,
+    *,
+    as_json: bool,
+    follow: bool,
+    reader_gone: Callable[[], bool] = lambda: False,
+) -> None:
     """Print a log; with `follow`, go on as it grows, until the reader or the owner has enough.
 
     Raises:
@@ -139,14 +147,14 @@ def show_log(sessions: Path, session: SessionId, out: TextIO, *, as_json: bool, 
 
     raw = read_log(sessions, session)
     whole = raw if not follow else raw[: raw.rfind(b"\n") + 1]  # a torn end may be an append under way
-    for number, read in lines_of(file, whole):
+    for _, read in lines_of(file, whole):
         if isinstance(read, Finding):
             out.flush()
-            raise SessionDamaged(file=file, line=number, problem=read.problem)
+            raise read.error()
         show(read)
     out.flush()
     if follow:
-        for line_number, line in _grow(file, len(whole), whole.count(b"\n"), time.sleep):
+        for line_number, line in _grow(file, len(whole), whole.count(b"\n"), reader_gone):
             try:
                 show(decode_line(line))
             except ValueRefused as exc:
@@ -154,18 +162,22 @@ def show_log(sessions: Path, session: SessionId, out: TextIO, *, as_json: bool, 
             out.flush()
 
 
-def _grow(file: Path, offset: int, lines: int, sleep: Callable[[float], None]) -> Iterator[tuple[int, bytes]]:
-    """Whole lines that are appended from now on."""
-    rest = b""
+def _grow(file: Path, offset: int, lines: int, reader_gone: Callable[[], bool]) -> Iterator[tuple[int, bytes]]:
+    """Whole lines that are appended from now on; ends when the file or the reader has gone.
+
+    An append that failed is cut back by the daemon: what was seen of it is forgotten.
+    """
     with file.open("rb") as opened:
-        opened.seek(offset)
-        while True:
+        while not reader_gone():
+            try:
+                if not os.path.samestat(os.fstat(opened.fileno()), os.stat(file)):
+                    return  # repaired: what follows is another file
+            except FileNotFoundError:
+                return
+            opened.seek(offset)
             piece = opened.read()
-            *whole, rest = (rest + piece).split(b"\n")
-            for line in whole:
+            for line in piece[: piece.rfind(b"\n") + 1].split(b"\n")[:-1]:
+                offset += len(line) + 1
                 lines += 1
                 yield lines, line
-            if not piece:
-                if not os.path.samestat(os.fstat(opened.fileno()), os.stat(file)):
-                    return  # repaired or removed: what follows is another file
-                sleep(FOLLOW_S)
+            time.sleep(FOLLOW_S)

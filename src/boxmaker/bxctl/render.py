@@ -21,6 +21,8 @@ from boxmaker.proto.frames import Answer
 
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
+LEAST_TIMED_S = 0.05
+"""An answer that came in less is no measure of speed."""
 DIM = "\x1b[2m"
 PLAIN = "\x1b[0m"
 
@@ -69,7 +71,7 @@ class Renderer:
         self._pending: list[str] = []
         self._at_line_start = True
         self._in_reasoning = False
-        self._transient_shown = False
+        self._transient_columns = 0
         self._reading_since: tuple[float, int] | None = None
         self._first_delta_s: float | None = None
 
@@ -206,18 +208,22 @@ class Renderer:
         if self._reading_since is None:
             self._reading_since = (now, progress.processed)
         since, before = self._reading_since
-        text = f"reading {progress.processed:,} of {progress.total:,} tokens, {progress.cache:,} from cache"
+        count = f"{progress.processed:,} of {progress.total:,}"
+        cached = f"reading {count} tokens, {progress.cache:,} from cache"
+        texts = [cached, f"reading {count} tokens", count, f"{100 * progress.processed // progress.total}%"]
         if now > since and progress.processed > before:
-            text += f", {(progress.processed - before) / (now - since):,.0f}/s"
+            texts.insert(0, f"{cached}, {(progress.processed - before) / (now - since):,.0f}/s")
+        room = self._columns() - 1
+        shown = next((text for text in texts if len(text) <= room), "")  # whole, or it would show a wrong number
         self._fresh_line()
-        shown = text[: max(self._columns() - 1, 1)]
-        self._write_err(f"\r\x1b[K{DIM}{shown}{PLAIN}" if self._colour else f"\r\x1b[K{shown}")
-        self._transient_shown = True
+        self._write_err(f"{DIM}{shown}{PLAIN}" if self._colour else shown)
+        self._transient_columns = len(shown)
 
     def _clear_transient(self) -> None:
-        if self._transient_shown:
-            self._transient_shown = False
-            self._write_err("\r\x1b[K")
+        if self._transient_columns:
+            rows_above = (self._transient_columns - 1) // max(self._columns(), 1)  # the terminal may be narrower now
+            self._transient_columns = 0
+            self._write_err((f"\x1b[{rows_above}A" if rows_above else "") + "\r\x1b[J")
 
     def _show_figures(self, usage: Figures) -> None:
         """What the last completion cost, and how fast it came."""
@@ -234,8 +240,8 @@ class Renderer:
         ]
         if usage.predicted_n and self._first_delta_s is not None:
             took_s = self._clock_s() - self._first_delta_s
-            if took_s > 0:
-                parts.append(f"{usage.predicted_n / took_s:.1f} tokens/s")
+            if took_s >= LEAST_TIMED_S:
+                parts.append(f"{(usage.predicted_n - 1) / took_s:.1f} tokens/s")  # after the first
         if parts:
             self.status(", ".join(parts))
 

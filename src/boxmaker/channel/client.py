@@ -15,7 +15,7 @@ import trio
 from attrs import frozen
 
 from boxmaker.errors import ChannelClosed, NobodyListens
-from boxmaker.proto.channel import Turn
+from boxmaker.proto.channel import SOCKET_PATH_MAX_BYTES, Turn
 from boxmaker.proto.codec import JsonObject
 from boxmaker.proto.frames import (
     ANSWER_KINDS,
@@ -28,8 +28,6 @@ from boxmaker.proto.frames import (
 )
 
 READ_BYTES = 65536
-SOCKET_PATH_MAX_BYTES = 107
-"""Of a unix socket's path on Linux; its closing NUL is the 108th."""
 
 
 @frozen(kw_only=True)
@@ -90,11 +88,18 @@ async def open_turn(path: Path, turn: Turn) -> AsyncIterator[TurnChannel]:
 
 async def _connect(path: Path) -> trio.SocketStream:
     if len(os.fsencode(path)) > SOCKET_PATH_MAX_BYTES:
-        raise NobodyListens(path=path, reason=f"the path is over {SOCKET_PATH_MAX_BYTES} bytes")
+        raise NobodyListens(
+            path=path,
+            reason=f"the path is over {SOCKET_PATH_MAX_BYTES} bytes",
+            remedy="no socket can be there; name a shorter one with --socket",
+        )
     try:
         stream = await trio.open_unix_socket(path)
     except OSError as exc:
         reason = "no such socket" if exc.errno == errno.ENOENT else (exc.strerror or str(exc)).lower()
+        if exc.errno in (errno.EACCES, errno.EPERM):
+            remedy = "it is another user's; run bxctl as the user that loopd runs as"
+            raise NobodyListens(path=path, reason=reason, remedy=remedy) from exc
         raise NobodyListens(path=path, reason=reason) from exc
     try:
         stream.socket.getpeername()

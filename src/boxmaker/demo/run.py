@@ -2,7 +2,7 @@
 
 Laws:
 * Server and daemon run in sessions of their own: Ctrl-C reaches only the chat.
-* Each watches a pipe of ours: nothing outlives this process, however it ends.
+* Each watches a pipe of ours, and the chat is hung up: nothing outlives this process, however it ends.
 * A demo that runs already is used, and left running.
 
 Source: design.md section 10.
@@ -10,6 +10,7 @@ Source: design.md section 10.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import hashlib
 import json
@@ -25,13 +26,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from boxmaker.channel.client import SOCKET_PATH_MAX_BYTES
 from boxmaker.errors import StartError
+from boxmaker.proto.channel import SOCKET_PATH_MAX_BYTES
 
 START_S = 120.0
 """For the model to load and the daemon to answer; it takes seconds on an idle machine."""
 STOP_S = 10.0
 POLL_S = 0.05
+PR_SET_PDEATHSIG = 1
 SOCKET_NAME = "loop.sock"
 
 CONFIG = """\
@@ -204,6 +206,14 @@ def _tail(log: Path) -> str:
     return f"the end of {log}:\n" + "\n".join(lines)
 
 
+def _end_with_parent() -> None:
+    """In the chat's process: a hang-up when the demo is killed, or it would share the terminal with the shell.
+
+    The chat's stdin is the terminal, so it cannot watch a pipe as server and daemon do.
+    """
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGHUP, 0, 0, 0)
+
+
 def _chat(socket_file: Path, say: str | None) -> int:
     """Run the chat in the foreground. Ctrl-C is its own; we only must not die of it."""
     command = [sys.executable, "-m", "boxmaker.bxctl", "chat", "--socket", str(socket_file)]
@@ -211,6 +221,6 @@ def _chat(socket_file: Path, say: str | None) -> int:
         command += ["--say", say]
     before = signal.signal(signal.SIGINT, lambda *_: None)  # a handler, not SIG_IGN: that would be inherited
     try:
-        return subprocess.call(command)
+        return subprocess.call(command, preexec_fn=_end_with_parent)
     finally:
         signal.signal(signal.SIGINT, before)

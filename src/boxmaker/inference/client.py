@@ -399,8 +399,10 @@ class _Try:
             self._scope.deadline = trio.current_time() + left
 
     async def _refusal(self, response: httpx.Response) -> InferenceError:
-        self._scope.deadline = trio.current_time() + ERROR_BODY_S
-        raw = await _read(response, ERROR_BODY_MAX_BYTES)
+        self._scope.deadline = float("inf")
+        raw = b""
+        with trio.move_on_after(ERROR_BODY_S):
+            raw = await _read(response, ERROR_BODY_MAX_BYTES)
         value = _json_or_text(raw, response.headers.get("content-type", ""))
         return error_of(response.status_code, value, response.headers.get("retry-after"))
 

@@ -65,6 +65,8 @@ async def render(
         answer = await client.ask("POST", "/apply-template", render_body(config, messages, tools, alternate))
     if answer is None:
         raise InferenceError(kind="connect", message=f"no answer from /apply-template within {PROBE_S:.0f} s")
+    if answer.status == 401:
+        raise answer.error()
     return answer
 
 

@@ -19,8 +19,8 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from boxmaker.channel.client import SOCKET_PATH_MAX_BYTES
 from boxmaker.errors import StartError
+from boxmaker.proto.channel import SOCKET_PATH_MAX_BYTES
 
 LISTEN_BACKLOG = 512
 FIRST_PASSED_FD = 3
@@ -193,7 +193,9 @@ def bound_socket(path: Path) -> Iterator[socket.socket]:
         try:
             listener.bind(os.fspath(path))
         except OSError as exc:
-            raise StartError(message=f"cannot listen on {path}: {exc.strerror}") from exc
+            raise StartError(
+                message=f"cannot listen on {path}: {exc.strerror}; make its directory, or set [channel] socket"
+            ) from exc
         finally:
             os.umask(before)
         made = os.lstat(path)

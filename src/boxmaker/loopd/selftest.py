@@ -38,6 +38,7 @@ ASK_S = 30.0
 WARM_FLAGS = "-np 2 --no-kv-unified -b 256"
 """llama-server flags that keep a pinned slot's cache, and make a cancel during prefill quick."""
 ROOM_FOR_REPLY_TOKENS = 512
+KEY_REMEDY = "Put its --api-key into the file that [server] api_key_file names"
 
 
 @frozen(kw_only=True)
@@ -101,7 +102,17 @@ async def run_selftest(config: Config, client: Client, registry: Registry) -> Re
         if baseline is not None:
             await _check_budget(report, config, client, baseline, n_ctx)
     except InferenceError as exc:
-        report.fail("server", str(exc), "Is it a llama-server, and is it still running?")
+        if exc.status == 401:
+            report.fail("server", f"{config.server.url} refuses the key", KEY_REMEDY)
+        else:
+            report.fail("server", str(exc), "Is it a llama-server, and is it still running?")
+        return report
+    if not props and all(check.state != "ok" for check in report.checks if check.name in ("slot", "template")):
+        report.fail(
+            "server",
+            f"{config.server.url} is no llama-server: it has neither /props nor /slots nor /apply-template",
+            "Mend [server] url",
+        )
     return report
 
 
@@ -119,6 +130,8 @@ def _check_home(report: Report, home: Path) -> None:
 
 
 def _check_max_tokens(report: Report, config: Config) -> None:
+    if not config.thinking.enabled:
+        return
     least = config.thinking.cap + ROOM_FOR_REPLY_TOKENS
     for key in ("max_tokens", "max_completion_tokens", "n_predict"):
         value = config.request.get(key)
@@ -152,6 +165,8 @@ async def _ask(client: Client, method: str, path: str, body: Any = None) -> Answ
         answer = await client.ask(method, path, body)
     if answer is None:
         raise InferenceError(kind="connect", message=f"no answer to {method} {path} within {ASK_S:.0f} s")
+    if answer.status == 401 and path != "/props":  # a key may be asked for some paths only
+        raise answer.error()
     return answer
 
 
@@ -175,9 +190,7 @@ async def _check_server(report: Report, config: Config, client: Client) -> dict[
             continue
         break
     if answer.status == 401:
-        report.fail(
-            "server", f"{url} refuses the key", "Put its --api-key into the file that [server] api_key_file names"
-        )
+        report.fail("server", f"{url} refuses the key", KEY_REMEDY)
         return None
     if answer.status == 200 and not isinstance(answer.value, dict):
         report.fail("server", f"{url} is no llama-server: /props is no JSON object", "Mend [server] url")
@@ -214,7 +227,9 @@ async def _check_slot(report: Report, config: Config, client: Client, props: dic
     if type(total) is int and total > 0:
         if slot >= total:
             report.fail(
-                "slot", f"slot {slot} does not exist, the server has {total}", f"Set [slots] main to 0 to {total - 1}"
+                "slot",
+                f"slot {slot} does not exist, the server has {total}",
+                "Set [slots] main to 0" + (f" to {total - 1}" if total > 1 else ""),
             )
         elif total == 1:
             report.warn(

@@ -25,6 +25,9 @@ from boxmaker.proto.codec import (
 from boxmaker.proto.ids import SessionId, parse_session_id
 from boxmaker.proto.records import ResultClass
 
+SOCKET_PATH_MAX_BYTES = 107
+"""Of a unix socket's path on Linux; its closing NUL is the 108th."""
+
 
 class ErrorCode(StrEnum):
     """Why a turn has no answer."""

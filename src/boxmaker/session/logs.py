@@ -6,6 +6,7 @@ Law: reading takes no lock and changes nothing; only `repair` writes, and it kee
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,9 +28,14 @@ class Finding:
     file: Path
     line: int
     problem: str
+    torn: bool = False
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}: {self.problem}" if self.line else f"{self.file}: {self.problem}"
+
+    def error(self) -> SessionDamaged:
+        """The same as an error, which says what to do."""
+        return SessionDamaged(file=self.file, line=self.line, problem=self.problem, torn=self.torn)
 
 
 @frozen(kw_only=True)
@@ -63,7 +69,8 @@ def session_ids(sessions: Path) -> list[SessionId]:
     try:
         names = sorted(entry.name for entry in os.scandir(sessions) if entry.is_dir(follow_symlinks=False))
     except OSError as exc:
-        raise StorageError(action="list", file=sessions, reason=exc.strerror or str(exc)) from exc
+        reason = f"{exc.strerror}; name the daemon's home with --home or BOXMAKER_HOME"
+        raise StorageError(action="list", file=sessions, reason=reason) from exc
     for name in names:
         if not name.startswith(NEW_PREFIX):
             try:
@@ -81,7 +88,7 @@ def read_log(sessions: Path, session: SessionId) -> bytes:
     """
     file = sessions / session / LOG_NAME
     if not os.path.lexists(sessions / session):
-        raise NoSuchSession(session=session)
+        raise NoSuchSession(session=session, directory=sessions)
     if not file.is_file() or file.is_symlink():
         raise SessionDamaged(file=file, line=0, problem="is no log file")
     try:
@@ -100,7 +107,7 @@ def lines_of(file: Path, raw: bytes) -> Iterator[tuple[int, LogRecord | Finding]
             yield number, Finding(file=file, line=number, problem=str(exc))
     if rest:
         problem = f"the last line is torn: {len(rest)} bytes without an end"
-        yield len(lines) + 1, Finding(file=file, line=len(lines) + 1, problem=problem)
+        yield len(lines) + 1, Finding(file=file, line=len(lines) + 1, problem=problem, torn=True)
 
 
 def check(sessions: Path, session: SessionId) -> list[Finding]:
@@ -143,17 +150,13 @@ def check(sessions: Path, session: SessionId) -> list[Finding]:
 def summarize(sessions: Path, session: SessionId) -> Summary:
     """A session at a glance; damage is told, not raised."""
     file = sessions / session / LOG_NAME
-    damaged: str | None = None
     turns, first_words, last_s = 0, "", 0.0
     try:
+        findings = check(sessions, session)
+        damaged = str(findings[0]) if findings else None
         last_s = file.stat().st_mtime
-        raw = read_log(sessions, session)
-        if not raw:
-            damaged = str(Finding(file=file, line=1, problem="the log is empty"))
-        for _, read in lines_of(file, raw):
-            if isinstance(read, Finding):
-                damaged = damaged or str(read)
-            elif isinstance(read, User):
+        for _, read in lines_of(file, read_log(sessions, session)):
+            if isinstance(read, User):
                 turns += 1
                 first_words = first_words or " ".join(read.content.split())
     except OSError as exc:
@@ -174,21 +177,20 @@ def repair(sessions: Path, session: SessionId) -> Repaired | None:
         SessionBusy: a turn runs. NoSuchSession, StorageError.
     """
     file = sessions / session / LOG_NAME
+    if not os.path.lexists(sessions / session):
+        raise NoSuchSession(session=session, directory=sessions)
     fd = open_locked(sessions, session)
     try:
         raw = read_log(sessions, session)
         whole = raw[: raw.rfind(b"\n") + 1]
-        for _, read in lines_of(file, whole):
-            if isinstance(read, Finding):
-                raise SessionDamaged(
-                    file=file, line=read.line, problem=f"{read.problem}; this is no torn end, and repair does not guess"
-                )
-        if not whole:
-            raise SessionDamaged(file=file, line=1, problem="there is no whole line to keep; remove the session")
-        if len(whole) == len(raw):
+        findings = check(sessions, session)
+        for finding in findings:
+            if not finding.torn or finding.line == 1:
+                raise finding.error()
+        if not findings:
             return None
         stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
-        kept = file.with_name(f"0.damaged-{stamp}-{os.getpid()}.jsonl")
+        kept = file.with_name(f"0.damaged-{stamp}-{secrets.token_hex(2)}.jsonl")
         mended = file.with_name(f"{NEW_PREFIX}{LOG_NAME}")
         try:
             mended.unlink(missing_ok=True)

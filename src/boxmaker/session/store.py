@@ -341,8 +341,8 @@ def split_log(file: Path, raw: bytes) -> Iterator[tuple[int, bytes]]:
         raise SessionDamaged(
             file=file,
             line=len(lines) + 1,
-            problem=f"the last line is torn ({len(rest)} bytes without an end); "
-            f"`bxctl session repair {file.parent.name}` cuts it off and keeps a copy",
+            problem=f"the last line is torn: {len(rest)} bytes without an end",
+            torn=True,
         )
 
 

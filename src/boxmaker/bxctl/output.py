@@ -1,0 +1,20 @@
+"""stdout as a pipe: does anybody still read it?"""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TextIO
+
+
+def reader_watch(out: TextIO) -> Callable[[], bool]:
+    """Give a question to ask now and then: has the reader of a pipe gone?
+
+    A write would tell, but an answer that is held back, or a log that does not grow, writes nothing.
+    For a terminal or a file the answer is always no.
+    """
+    poll = select.poll()
+    with suppress(OSError):  # what has no descriptor is no pipe
+        poll.register(out.fileno(), 0)  # errors are reported whatever is asked for
+    return lambda: any(events & (select.POLLERR | select.POLLNVAL) for _, events in poll.poll(0))
