@@ -45,7 +45,12 @@ class Hang:
     """Say nothing more until the client goes."""
 
 
-Script = Sequence[bytes | Hang]
+@define
+class Wait:
+    """Say nothing more until `go_on` is set."""
+
+
+Script = Sequence[bytes | Hang | Wait]
 
 
 @define
@@ -56,6 +61,7 @@ class ScriptedLoopd:
     scripts: list[Script]
     requests: list[dict[str, Any]] = field(factory=list)
     hung_up: threading.Event = field(factory=threading.Event)
+    go_on: threading.Event = field(factory=threading.Event)
 
     @property
     def resumes(self) -> list[bool]:
@@ -87,6 +93,8 @@ class ScriptedLoopd:
                 if isinstance(step, Hang):
                     assert reader.read(1) == b""
                     self.hung_up.set()
+                elif isinstance(step, Wait):
+                    assert self.go_on.wait(LIMIT_S)
                 else:
                     connection.sendall(step)
 

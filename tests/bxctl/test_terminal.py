@@ -7,6 +7,7 @@ import os
 import pty
 import select
 import signal
+import struct
 import subprocess
 import sys
 import termios
@@ -18,11 +19,13 @@ from pathlib import Path
 import pytest
 from attrs import define
 
-from tests.bxctl.scripted_loopd import LIMIT_S, Hang, Script, done, error, event, scripted_loopd
+from tests.bxctl.scripted_loopd import LIMIT_S, Hang, Script, Wait, done, error, event, scripted_loopd
 
 pytestmark = pytest.mark.real
 
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
+PLAIN_SIZE = {"NO_COLOR": "1", "COLUMNS": ""}
+"""Without colour, and with the terminal's own width: COLUMNS would hide it."""
 
 
 @define
@@ -218,3 +221,76 @@ def test_a_terminal_keeps_its_prompt_while_the_daemon_is_away(short_dir: Path) -
         screen.type("/quit\n")
         screen.read_to_end()
         assert screen.process.wait(LIMIT_S) == 0
+
+
+def resize(fd: int, columns: int) -> None:
+    """Give a terminal a width, as its window does when it is dragged."""
+    fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+
+
+HALFWAY = event("progress", total=100_000, cache=0, processed=50_614)
+
+
+@pytest.mark.parametrize(
+    ("columns", "shown"),
+    [(100, "reading 50,614 of 100,000 tokens, 0 from cache"), (20, "50,614 of 100,000"), (6, "50%")],
+)
+def test_the_status_line_fits_the_terminal(short_dir: Path, columns: int, shown: str) -> None:
+    script: Script = [HALFWAY, event("content", text="Hi."), done("Hi.")]
+    quiet = ("--quiet",)
+    with scripted_loopd(short_dir / "s", script), terminal(short_dir / "s", *quiet, environ=PLAIN_SIZE) as screen:
+        resize(screen.fd, columns)
+        screen.read_until("> ")
+        screen.type("x\n")
+        assert screen.read_until("> ") == f"{shown}\r\x1b[JHi.\n> "
+
+
+def test_a_status_line_vanishes_from_a_terminal_that_was_made_narrower(short_dir: Path) -> None:
+    """46 characters stand on two rows of 30 columns then: both are cleared."""
+    script: Script = [HALFWAY, Wait(), event("content", text="Hi."), done("Hi.")]
+    quiet = ("--quiet",)
+    with (
+        scripted_loopd(short_dir / "s", script) as loopd,
+        terminal(short_dir / "s", *quiet, environ=PLAIN_SIZE) as screen,
+    ):
+        resize(screen.fd, 80)
+        screen.read_until("> ")
+        screen.type("x\n")
+        screen.read_until("from cache")
+        resize(screen.fd, 30)
+        loopd.go_on.set()
+        assert screen.read_until("> ") == "\x1b[1A\r\x1b[JHi.\n> "
+
+
+def test_what_happens_to_a_reply_is_said_in_a_line_each(short_dir: Path) -> None:
+    script: Script = [
+        event("content", text="Three no"),
+        event("retrying", attempt=2, after_ms=500, error="the connection broke"),
+        event("content", text="Three notes"),
+        event("cut", reason="length"),
+        event("cache_loss", expected=1204, got=0),
+        done("Three notes"),
+    ]
+    with (
+        scripted_loopd(short_dir / "s", script, [done("")]),
+        terminal(short_dir / "s", "--quiet", environ=PLAIN_SIZE) as screen,
+    ):
+        screen.read_until("> ")
+        screen.type("x\n")
+        assert screen.read_until("> ") == (
+            "Three no\n[the text above is withdrawn]\n[retrying (try 2, in 0.5 s): the connection broke]\n"
+            "Three notes\n[the reply was cut at its length limit]\n"
+            "[lost 1204 cached tokens: 0 of 1204 were left]\n> "
+        )
+        screen.type("x\n")
+        assert screen.read_until("> ") == "[the model gave no answer]\n> "
+
+
+def test_a_line_of_figures_follows_each_answer_unless_quiet(short_dir: Path) -> None:
+    with (
+        scripted_loopd(short_dir / "s", [event("content", text="Hi."), done("Hi.")]),
+        terminal(short_dir / "s", environ=PLAIN_SIZE) as screen,
+    ):
+        screen.read_until("> ")
+        screen.type("x\n")
+        assert screen.read_until("> ").startswith("Hi.\n[1 cached, 2 read, 3 generated")
