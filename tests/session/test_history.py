@@ -198,7 +198,11 @@ def as_it_is(record: dict[str, Any]) -> dict[str, Any] | None:
             return {"role": "tool", "tool_call_id": record["tool_call_id"], "content": record["content"]}
         case "assistant":
             calls = [
-                {"id": call["id"], "function": {"name": call["name"], "arguments": call["arguments"]}}
+                {
+                    "id": call["id"],
+                    "type": "function",
+                    "function": {"name": call["name"], "arguments": call["arguments"]},
+                }
                 for call in record["tool_calls"]
             ]
             if calls:
