@@ -30,14 +30,21 @@ def child(*command: str, log: Path, **more: Any) -> Iterator[subprocess.Popen[by
                 pipe.close()
 
 
+@contextmanager
+def llama_server(log: Path, *template: str) -> Iterator[str]:
+    """An embedded server, with the demo's chat template or another; gives its address."""
+    with child("-m", "boxmaker.demo.server", *template, log=log, stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        address = server.stdout.readline().decode().strip()
+        assert address.startswith("http://127.0.0.1:"), log.read_text()
+        yield address
+
+
 @pytest.fixture(scope="session")
 def llama() -> Iterator[str]:
     """The embedded server's address."""
     assert find_model().exists()
     with tempfile.TemporaryDirectory() as directory:
         log = Path(directory) / "server.log"
-        with child("-m", "boxmaker.demo.server", log=log, stdout=subprocess.PIPE) as server:
-            assert server.stdout is not None
-            address = server.stdout.readline().decode().strip()
-            assert address.startswith("http://127.0.0.1:"), log.read_text()
+        with llama_server(log) as address:
             yield address

@@ -22,6 +22,7 @@ from boxmaker.proto.records import CacheLoss, LogRecord, ToolResult, Usage
 from boxmaker.testing.daemon import Daemon, running_daemon
 from boxmaker.testing.forced import ForcedReply, ForcedServer, forced_server
 from boxmaker.testing.port import ScriptedPort, public
+from tests.e2e.conftest import llama_server
 
 pytestmark = [
     pytest.mark.real,
@@ -149,3 +150,54 @@ def test_the_script_is_what_the_issue_asks_for() -> None:
     assert any(len(reply.calls) == 2 for reply in replies)
     assert {name for reply in replies for name, _ in reply.calls} == {"clock", "find_tool", "call_tool"}
     assert "reasoning_content" in chat_template()
+
+
+STRIPPING = (
+    "{%- set ns = namespace(last_user=-1) -%}"
+    "{%- for m in messages -%}{%- if m.role == 'user' -%}{%- set ns.last_user = loop.index0 -%}{%- endif -%}"
+    "{%- endfor -%}"
+)
+"""In Qwen3's manner: reasoning is rendered only behind the last user message."""
+
+
+async def test_a_template_that_drops_old_reasoning_loses_at_each_new_user_message_and_nowhere_else(
+    tmp_path: Path,
+) -> None:
+    """The numbers are worked out from token ids: what two prompts have in common is what can be kept."""
+    kept = "{%- if message.reasoning_content -%}"
+    dropping = STRIPPING + chat_template().replace(
+        kept, "{%- if message.reasoning_content and loop.index0 > ns.last_user -%}"
+    )
+    assert dropping.count("ns.last_user") == 2
+    (tmp_path / "template").write_text(dropping, "utf-8")
+    turns: Turns = [
+        ("Hello.", [say("Hello, owner.", "A greeting, I think.")]),
+        ("The time?", [calls(("clock", {}), reasoning="I call the clock."), say("A quarter past two.", "Now I know.")]),
+        ("Thank you.", [say("You are welcome.")]),
+        ("Good night.", [say("Good night.", "It is late.")]),
+        ("Are you there?", [say("Yes.")]),
+    ]
+    with trio.fail_after(LIMIT_S), llama_server(tmp_path / "log", str(tmp_path / "template")) as url:
+        async with forced_server(url) as server:
+            port = ScriptedPort([public("14:15")])
+            async with running_daemon(tmp_path, server.url, CONFIG, port=port) as daemon:
+                await run_turns(daemon, server, turns, first=True)
+                log = daemon.log("s")
+    found: list[tuple[int, int, int]] = []
+    at = -1
+    for record in log:
+        if isinstance(record, Usage):
+            at += 1
+        elif isinstance(record, CacheLoss):
+            found.append((at, record.expected, record.got))
+    wanted = []
+    for place in range(1, len(server.forced)):
+        before, now = server.forced[place - 1], server.forced[place]
+        held = before.prompt_tokens + before.reply_tokens
+        same = next((n for n, (a, b) in enumerate(zip(held, now.prompt_tokens, strict=False)) if a != b), len(held))
+        if same < len(held):
+            wanted.append((place, len(held), same))
+    # completions: 0 hello | 1 call, 2 answer | 3 thanks | 4 night | 5 there.
+    # 2 is inside a turn, and 4 follows a turn without reasoning: nothing is dropped there
+    assert [place for place, _, _ in wanted] == [1, 3, 5]
+    assert found == wanted

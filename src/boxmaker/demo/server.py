@@ -39,12 +39,12 @@ def chat_template() -> str:
 
 
 def main() -> None:
-    """Serve until stdin ends."""
+    """Serve until stdin ends; an argument is the file of another chat template than the demo's."""
     import xllamacpp  # type: ignore[import-untyped,unused-ignore]  # a demo part: no stubs, not always installed
 
     params = xllamacpp.CommonParams()
     params.model.path = str(find_model())
-    params.chat_template = chat_template()
+    params.chat_template = Path(sys.argv[1]).read_text("utf-8") if len(sys.argv) > 1 else chat_template()
     params.use_jinja = True
     params.n_parallel = SLOTS
     params.n_ctx = SLOTS * N_CTX_PER_SLOT
