@@ -102,8 +102,11 @@ STREAM_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection
 
 
 def chunk(value: Any) -> bytes:
-    """One SSE event with a JSON value."""
-    return b"data: " + json.dumps(value, ensure_ascii=False).encode() + b"\n\n"
+    """One SSE event with a JSON value; a lone surrogate goes out as its escape, as some servers send it."""
+    text = json.dumps(value, ensure_ascii=False)
+    if any("\ud800" <= char <= "\udfff" for char in text):
+        text = json.dumps(value)
+    return b"data: " + text.encode() + b"\n\n"
 
 
 def delta(**fields: Any) -> bytes:
