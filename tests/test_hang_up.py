@@ -85,6 +85,16 @@ async def check_left(daemon: Daemon, server: ScriptedServer, session: str) -> No
     assert server.bodies[-1].startswith(prefix), "the next request extends the last one"
 
 
+async def check_left_or_new(daemon: Daemon, server: ScriptedServer) -> None:
+    """The same for session `s`, which may not have been created when its channel went."""
+    if (daemon.store.directory / "s").exists():
+        await check_left(daemon, server, "s")
+    else:
+        check_gate(daemon)
+        server.scripts = [reply("fine")]
+        assert (await daemon.ask("s", "hi", resume=False)).content == "fine"
+
+
 @asynccontextmanager
 async def standing_daemon(
     directory: Path, *scripts: Script, text: str = "", **more: Any
@@ -371,12 +381,7 @@ async def hang_up_at(step: int, directory: Path) -> bool:
         await stream.aclose()
         await eventually(lambda: steps.task not in daemon.nursery.child_tasks)
         trio.lowlevel.remove_instrument(steps)
-        if not (daemon.store.directory / "s").exists():
-            check_gate(daemon)
-            server.scripts = [reply("fine")]
-            assert (await daemon.ask("s", "hi", resume=False)).content == "fine"
-        else:
-            await check_left(daemon, server, "s")
+        await check_left_or_new(daemon, server)
         return done and steps.seen < step
 
 
@@ -463,12 +468,7 @@ async def cancel_connection_at(step: int, directory: Path, leak: bool = False) -
                     while not (await frames.receive()).final:
                         pass
         trio.lowlevel.remove_instrument(steps)
-        if not (daemon.store.directory / "s").exists():
-            check_gate(daemon)
-            server.scripts = [reply("fine")]
-            assert (await daemon.ask("s", "hi", resume=False)).content == "fine"
-        else:
-            await check_left(daemon, server, "s")
+        await check_left_or_new(daemon, server)
         return not scope.cancelled_caught and steps.seen < step
 
 

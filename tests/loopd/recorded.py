@@ -23,6 +23,7 @@ from boxmaker.demo.server import chat_template, find_model
 from boxmaker.inference.client import Client
 from boxmaker.loopd.selftest import run_selftest
 from boxmaker.testing.daemon import make_config
+from boxmaker.testing.server import Received, read_request
 from boxmaker.tools.fake import fake_registry
 
 SERVERS = Path(__file__).parents[2] / "fixtures" / "servers"
@@ -82,18 +83,11 @@ sys.stdin.read()
 """
 
 
-async def read_request(stream: trio.SocketStream) -> tuple[bytes, str]:
-    """A raw request, and the name that its answer is kept under."""
-    raw = b""
-    while b"\r\n\r\n" not in raw:
-        raw += await stream.receive_some(65536)
-    head, _, body = raw.partition(b"\r\n\r\n")
-    lines = head.decode("latin-1").split("\r\n")
-    length = next((int(line.split(":")[1]) for line in lines if line.lower().startswith("content-length:")), 0)
-    while len(body) < length:
-        body += await stream.receive_some(65536)
-    method, path, _ = lines[0].split(" ")
-    return head + b"\r\n\r\n" + body, f"{method} {path} {hashlib.sha256(body).hexdigest()}"
+async def read_named(stream: trio.SocketStream) -> tuple[Received, str]:
+    """A request, and the name that its answer is kept under."""
+    request = await read_request(stream)
+    assert request is not None
+    return request, f"{request.method} {request.path} {hashlib.sha256(request.body).hexdigest()}"
 
 
 @asynccontextmanager
@@ -104,7 +98,7 @@ async def replaying(kind: str) -> AsyncIterator[str]:
 
     async def serve(stream: trio.SocketStream) -> None:
         async with stream:
-            _, name = await read_request(stream)
+            _, name = await read_named(stream)
             assert name in answers, f"{kind}: {name} was not recorded; run python -m tests.loopd.recorded"
             await stream.send_all(answers[name].encode("latin-1"))
 
@@ -122,8 +116,8 @@ async def record(kind: str, url: str, directory: Path) -> None:
 
     async def forward(stream: trio.SocketStream) -> None:
         async with stream, await trio.open_tcp_stream(host, int(port)) as server:
-            raw, name = await read_request(stream)
-            await server.send_all(raw)
+            request, name = await read_named(stream)
+            await server.send_all(request.raw())
             answer = b""
             while piece := await server.receive_some(65536):
                 answer += piece

@@ -11,7 +11,7 @@ import secrets
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Protocol, TextIO
@@ -22,7 +22,7 @@ from attrs import define, frozen
 from boxmaker.bxctl.output import reader_watch
 from boxmaker.bxctl.render import Renderer, one_visible_line, visible
 from boxmaker.channel.client import Frame, TurnChannel, open_turn
-from boxmaker.errors import ChannelClosed, NobodyListens, ValueRefused, WireableError
+from boxmaker.errors import BoxmakerError, ChannelClosed, NobodyListens, ValueRefused
 from boxmaker.proto.channel import ErrorCode, Turn, TurnDone, WireError
 from boxmaker.proto.chat import Content
 from boxmaker.proto.codec import JsonObject
@@ -180,19 +180,13 @@ class Chat:
                 print(f"new session {self.session}", file=self.err, flush=True)
                 self.resume = False
                 final = trio.run(self._turn, content, False)
-        except NobodyListens as exc:
-            self.unreachable = True
-            self.view.error(exc.code, str(exc))
-            return False
-        except ChannelClosed as exc:
-            self.resume = True
-            self.view.error(exc.code, str(exc))
-            return False
-        except WireableError as exc:
-            self.view.error(exc.code, str(exc))
-            return False
         except ValueRefused as exc:  # text that loopd would refuse: it was not sent
             self.view.error(ErrorCode.BAD_REQUEST.value, str(exc))
+            return False
+        except BoxmakerError as exc:
+            self.unreachable = isinstance(exc, NobodyListens)
+            self.resume = self.resume or isinstance(exc, ChannelClosed)
+            self.view.error(exc.code, str(exc))
             return False
         except KeyboardInterrupt:
             self.resume = True
@@ -280,10 +274,9 @@ def run_chat(options: Options, *, no_colour: bool) -> int:
 def _lines(chat: Chat, *, interactive: bool, prompt: bool) -> int:
     """A turn a line, until EOF or /quit. A person at a terminal has seen each error: that ends with 0."""
     failed = False
-    lines = _read_lines(chat.err if prompt else None, interactive)
     while True:
         try:
-            line = next(lines, None)
+            line = _read_line(chat.err if prompt else None, interactive)
         except KeyboardInterrupt:
             print(file=chat.err, flush=True)
             return INTERRUPTED_STATUS
@@ -293,13 +286,11 @@ def _lines(chat: Chat, *, interactive: bool, prompt: bool) -> int:
         except UnicodeDecodeError:
             chat.view.error("bad_request", "the line is not UTF-8; it was not sent")
             failed = True
-            lines = _read_lines(chat.err if prompt else None, interactive)
             continue
         except LineCut:
             text = f"a terminal hands over {TERMINAL_LINE_BYTES} bytes of a line at most, and the rest of yours is gone"
             chat.view.error("bad_request", f"{text}; it was not sent. Pipe a long text into `bxctl chat --session ID`")
             failed = True
-            lines = _read_lines(chat.err if prompt else None, interactive)
             continue
         if line is None or line.strip() == "/quit":
             if line is None and prompt:
@@ -318,16 +309,20 @@ def _lines(chat: Chat, *, interactive: bool, prompt: bool) -> int:
             return 1
 
 
-def _read_lines(prompt: TextIO | None, terminal: bool) -> Iterator[str]:
-    while True:
-        if prompt is not None:
-            prompt.write("> ")
-            prompt.flush()
-        raw = sys.stdin.buffer.readline(MAX_LINE_BYTES + 1) if sys.stdin is not None else b""
-        if not raw:
-            return
-        if len(raw) > MAX_LINE_BYTES:
-            raise LineTooLong
-        if terminal and len(raw) > TERMINAL_LINE_BYTES:  # with its LF: as much as fits, so more may have been typed
-            raise LineCut
-        yield raw.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8")
+def _read_line(prompt: TextIO | None, terminal: bool) -> str | None:
+    """Read one line of stdin without its end; None at the end.
+
+    Raises:
+        LineTooLong, LineCut, UnicodeDecodeError: it is no line to send; the next one may be read.
+    """
+    if prompt is not None:
+        prompt.write("> ")
+        prompt.flush()
+    raw = sys.stdin.buffer.readline(MAX_LINE_BYTES + 1) if sys.stdin is not None else b""
+    if not raw:
+        return None
+    if len(raw) > MAX_LINE_BYTES:
+        raise LineTooLong
+    if terminal and len(raw) > TERMINAL_LINE_BYTES:  # with its LF: as much as fits, so more may have been typed
+        raise LineCut
+    return raw.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8")

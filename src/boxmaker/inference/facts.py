@@ -19,7 +19,7 @@ from boxmaker.log import log_event
 from boxmaker.proto.chat import Assistant, ChatMessage, System, Tool, ToolCall, ToolSchema, User
 
 PROBE_S = 30.0
-"""For one question about the template; the answer takes milliseconds on an idle server."""
+"""For one question; the answer takes milliseconds on an idle server."""
 
 PROBE_SYSTEM = "Probe of a system message."
 PROBE_RESULT = "Probe of a tool result."
@@ -52,6 +52,22 @@ def render_body(
     }
 
 
+async def probe(client: Client, method: str, path: str, body: Any = None) -> Answer:
+    """Ask the server something that it answers in no time.
+
+    Raises:
+        InferenceError: no answer within PROBE_S, or status 401: a key may be asked for some paths only.
+    """
+    answer = None
+    with trio.move_on_after(PROBE_S):
+        answer = await client.ask(method, path, body)
+    if answer is None:
+        raise InferenceError(kind="connect", message=f"no answer to {method} {path} within {PROBE_S:.0f} s")
+    if answer.status == 401:
+        raise answer.error()
+    return answer
+
+
 async def render(
     client: Client,
     config: Config,
@@ -59,15 +75,8 @@ async def render(
     tools: Sequence[ToolSchema],
     alternate: bool = False,
 ) -> Answer:
-    """Have the server render a conversation; raises InferenceError when it cannot be asked in time."""
-    answer = None
-    with trio.move_on_after(PROBE_S):
-        answer = await client.ask("POST", "/apply-template", render_body(config, messages, tools, alternate))
-    if answer is None:
-        raise InferenceError(kind="connect", message=f"no answer from /apply-template within {PROBE_S:.0f} s")
-    if answer.status == 401:
-        raise answer.error()
-    return answer
+    """Have the server render a conversation; raises as `probe`."""
+    return await probe(client, "POST", "/apply-template", render_body(config, messages, tools, alternate))
 
 
 def prompt_of(answer: Answer) -> str | None:

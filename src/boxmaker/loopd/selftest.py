@@ -16,7 +16,7 @@ from attrs import define, evolve, field, frozen
 
 from boxmaker.config import Config
 from boxmaker.errors import InferenceError, StorageError
-from boxmaker.inference.client import LOADING_LOOK_S, Answer, Client
+from boxmaker.inference.client import LOADING_LOOK_S, Client
 from boxmaker.inference.facts import (
     ANSWERED,
     PROBE_RESULT,
@@ -24,6 +24,7 @@ from boxmaker.inference.facts import (
     TOOL_TURN,
     ServerFacts,
     find_alternate,
+    probe,
     prompt_of,
     render,
     render_body,
@@ -34,7 +35,6 @@ from boxmaker.proto.chat import Assistant, ChatMessage, System, ToolSchema
 from boxmaker.session.baseline import Baseline, assemble_baseline, read_system_text
 from boxmaker.tools.registry import Registry
 
-ASK_S = 30.0
 WARM_FLAGS = "-np 2 --no-kv-unified -b 256"
 """llama-server flags that keep a pinned slot's cache, and make a cancel during prefill quick."""
 ROOM_FOR_REPLY_TOKENS = 512
@@ -92,11 +92,11 @@ async def run_selftest(config: Config, client: Client, registry: Registry) -> Re
     _check_home(report, config.paths.home)
     _check_max_tokens(report, config)
     baseline = _check_baseline_files(report, config, registry)
-    props = await _check_server(report, config, client)
-    if props is None:
-        return report
-    report.facts.model = props.get("model_alias") if isinstance(props.get("model_alias"), str) else None
     try:
+        props = await _check_server(report, config, client)
+        if props is None:
+            return report
+        report.facts.model = props.get("model_alias") if isinstance(props.get("model_alias"), str) else None
         n_ctx = await _check_slot(report, config, client, props)
         await _check_template(report, config, client, registry)
         if baseline is not None:
@@ -159,25 +159,20 @@ def _check_baseline_files(report: Report, config: Config, registry: Registry) ->
     return baseline
 
 
-async def _ask(client: Client, method: str, path: str, body: Any = None) -> Answer:
-    answer = None
-    with trio.move_on_after(ASK_S):
-        answer = await client.ask(method, path, body)
-    if answer is None:
-        raise InferenceError(kind="connect", message=f"no answer to {method} {path} within {ASK_S:.0f} s")
-    if answer.status == 401 and path != "/props":  # a key may be asked for some paths only
-        raise answer.error()
-    return answer
-
-
 async def _check_server(report: Report, config: Config, client: Client) -> dict[str, Any] | None:
-    """Reach the server, waiting while it loads; give its `/props` (empty when it has none)."""
+    """Reach the server, waiting while it loads; give its `/props` (empty when it has none).
+
+    Raises:
+        InferenceError: status 401.
+    """
     url = config.server.url
     began = trio.current_time()
     while True:
         try:
-            answer = await _ask(client, "GET", "/props")
+            answer = await probe(client, "GET", "/props")
         except InferenceError as exc:
+            if exc.status == 401:
+                raise
             report.fail("server", f"{url}: {exc}", "Start llama-server, or mend [server] url")
             return None
         if answer.status == 503 and is_loading(answer.error()):
@@ -189,9 +184,6 @@ async def _check_server(report: Report, config: Config, client: Client) -> dict[
             await trio.sleep(LOADING_LOOK_S)
             continue
         break
-    if answer.status == 401:
-        report.fail("server", f"{url} refuses the key", KEY_REMEDY)
-        return None
     if answer.status == 200 and not isinstance(answer.value, dict):
         report.fail("server", f"{url} is no llama-server: /props is no JSON object", "Mend [server] url")
         return None
@@ -212,7 +204,7 @@ async def _check_slot(report: Report, config: Config, client: Client, props: dic
     n_ctx = settings.get("n_ctx") if isinstance(settings, dict) else None
     n_ctx = n_ctx if type(n_ctx) is int and n_ctx > 0 else None
     total = props.get("total_slots")
-    answer = await _ask(client, "GET", "/slots")
+    answer = await probe(client, "GET", "/slots")
     if answer.status == 200 and isinstance(answer.value, list):
         slots = {e["id"]: e for e in answer.value if isinstance(e, dict) and type(e.get("id")) is int}
         total = len(slots)
@@ -352,14 +344,14 @@ async def count_baseline(client: Client, config: Config, baseline: Baseline) -> 
     """Count the baseline's tokens with the server's own tokenizer; None when it has no way."""
     body = render_body(config, [System(content=baseline.system)], baseline.tools, alternate=False)
     body["add_generation_prompt"] = False
-    answer = await _ask(client, "POST", "/v1/chat/completions/input_tokens", body)
+    answer = await probe(client, "POST", "/v1/chat/completions/input_tokens", body)
     if answer.status == 200 and isinstance(answer.value, dict) and type(answer.value.get("input_tokens")) is int:
         counted: int = answer.value["input_tokens"]
         return counted
-    prompt = prompt_of(await _ask(client, "POST", "/apply-template", body))
+    prompt = prompt_of(await probe(client, "POST", "/apply-template", body))
     if prompt is None:
         return None
-    answer = await _ask(client, "POST", "/tokenize", {"content": prompt, "add_special": True})
+    answer = await probe(client, "POST", "/tokenize", {"content": prompt, "add_special": True})
     if answer.status == 200 and isinstance(answer.value, dict) and isinstance(answer.value.get("tokens"), list):
         return len(answer.value["tokens"])
     return None

@@ -18,7 +18,7 @@ from boxmaker.proto.ids import SessionId, parse_session_id
 from boxmaker.proto.records import LogRecord, User, decode_line
 from boxmaker.session.disk import NEW_PREFIX, sync_directory, write_new
 from boxmaker.session.replay import LogState, OutOfOrder
-from boxmaker.session.store import BASELINE_NAME, LOG_NAME, open_locked, read_baseline
+from boxmaker.session.store import BASELINE_NAME, LOG_NAME, open_locked, read_baseline, split_log
 
 
 @frozen(kw_only=True)
@@ -99,15 +99,14 @@ def read_log(sessions: Path, session: SessionId) -> bytes:
 
 def lines_of(file: Path, raw: bytes) -> Iterator[tuple[int, LogRecord | Finding]]:
     """Each line of a log as its record, or as what is wrong with it; a torn end is the last finding."""
-    *lines, rest = raw.split(b"\n")
-    for number, line in enumerate(lines, start=1):
-        try:
-            yield number, decode_line(line)
-        except ValueRefused as exc:
-            yield number, Finding(file=file, line=number, problem=str(exc))
-    if rest:
-        problem = f"the last line is torn: {len(rest)} bytes without an end"
-        yield len(lines) + 1, Finding(file=file, line=len(lines) + 1, problem=problem, torn=True)
+    try:
+        for number, line in split_log(file, raw):
+            try:
+                yield number, decode_line(line)
+            except ValueRefused as exc:
+                yield number, Finding(file=file, line=number, problem=str(exc))
+    except SessionDamaged as exc:
+        yield exc.line, Finding(file=file, line=exc.line, problem=exc.problem, torn=exc.torn)
 
 
 def check(sessions: Path, session: SessionId) -> list[Finding]:
@@ -118,18 +117,27 @@ def check(sessions: Path, session: SessionId) -> list[Finding]:
     Raises:
         NoSuchSession.
     """
-    file = sessions / session / LOG_NAME
     try:
         raw = read_log(sessions, session)
     except (SessionDamaged, StorageError) as exc:
+        file = sessions / session / LOG_NAME
         return [Finding(file=file, line=0, problem=getattr(exc, "problem", str(exc)))]
+    return _examine(sessions, session, raw)[0]
+
+
+def _examine(sessions: Path, session: SessionId, raw: bytes) -> tuple[list[Finding], list[LogRecord]]:
+    """What is wrong with a log and its baseline, and the records that could be read."""
+    file = sessions / session / LOG_NAME
     findings: list[Finding] = []
+    records: list[LogRecord] = []
     state: LogState | None = LogState(session)
     for number, read in lines_of(file, raw):
         if isinstance(read, Finding):
             findings.append(read)
             state = None
-        elif state is not None:
+            continue
+        records.append(read)
+        if state is not None:
             try:
                 state.apply(read)
             except OutOfOrder as exc:
@@ -144,7 +152,7 @@ def check(sessions: Path, session: SessionId) -> list[Finding]:
             findings.append(Finding(file=exc.file, line=exc.line, problem=exc.problem))
         except StorageError as exc:
             findings.append(Finding(file=exc.file, line=0, problem=exc.reason))
-    return findings
+    return findings, records
 
 
 def summarize(sessions: Path, session: SessionId) -> Summary:
@@ -152,13 +160,12 @@ def summarize(sessions: Path, session: SessionId) -> Summary:
     file = sessions / session / LOG_NAME
     turns, first_words, last_s = 0, "", 0.0
     try:
-        findings = check(sessions, session)
-        damaged = str(findings[0]) if findings else None
         last_s = file.stat().st_mtime
-        for _, read in lines_of(file, read_log(sessions, session)):
-            if isinstance(read, User):
-                turns += 1
-                first_words = first_words or " ".join(read.content.split())
+        findings, records = _examine(sessions, session, read_log(sessions, session))
+        damaged = str(findings[0]) if findings else None
+        users = [record.content for record in records if isinstance(record, User)]
+        turns = len(users)
+        first_words = next((words for content in users if (words := " ".join(content.split()))), "")
     except OSError as exc:
         damaged = f"{file}: {exc.strerror}"
     except (NoSuchSession, SessionDamaged, StorageError) as exc:
@@ -183,7 +190,7 @@ def repair(sessions: Path, session: SessionId) -> Repaired | None:
     try:
         raw = read_log(sessions, session)
         whole = raw[: raw.rfind(b"\n") + 1]
-        findings = check(sessions, session)
+        findings, _ = _examine(sessions, session, raw)
         for finding in findings:
             if not finding.torn or finding.line == 1:
                 raise finding.error()

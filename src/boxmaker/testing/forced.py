@@ -122,7 +122,7 @@ class ForcedServer:
                 if request.path == CHAT_PATH and self.replies:
                     await self._force(self.replies.pop(0), request, stream, server)
                 else:
-                    await server.send_all(_head(request) + request.body)
+                    await server.send_all(request.raw())
                     while piece := await server.receive_some(65536):
                         await stream.send_all(piece)
                 both.cancel_scope.cancel()
@@ -206,12 +206,6 @@ class _Translator:
 
 def _event(chunk: Any) -> bytes:
     return b"data: " + json.dumps(chunk, ensure_ascii=False).encode() + b"\n\n"
-
-
-def _head(request: Received) -> bytes:
-    lines = [f"{request.method} {request.path} HTTP/1.1"]
-    lines += [f"{name}: {value}" for name, value in request.headers.items()]
-    return "\r\n".join([*lines, "", ""]).encode("latin-1")
 
 
 async def _exchange(server: trio.SocketStream, method: str, path: str, body: bytes) -> AsyncGenerator[bytes, None]:

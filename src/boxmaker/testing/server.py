@@ -74,6 +74,12 @@ class Received:
         """The body as JSON."""
         return json.loads(self.body)
 
+    def raw(self) -> bytes:
+        """The request again, to pass it on."""
+        lines = [f"{self.method} {self.path} HTTP/1.1"]
+        lines += [f"{name}: {value}" for name, value in self.headers.items()]
+        return "\r\n".join([*lines, "", ""]).encode("latin-1") + self.body
+
 
 CHAT_PATH = "/v1/chat/completions"
 
