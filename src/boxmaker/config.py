@@ -435,3 +435,19 @@ def _is_json(value: object, depth: int = 1) -> bool:
 def socket_path(home: Path) -> Path:
     """Where a home's socket is unless `[channel] socket` says otherwise."""
     return home / "run" / "loop" / "loop.sock"
+
+
+def at_home(config: Config, home: Path) -> Config:
+    """The same configuration on another home, with the socket in its usual place there.
+
+    Raises:
+        ConfigError: the home's path is too long for a socket in it.
+    """
+    home = home.absolute()
+    socket = socket_path(home)
+    size_bytes = len(os.fsencode(socket))
+    if size_bytes > SOCKET_PATH_MAX_BYTES:
+        problem = f"home: {socket} has {size_bytes} bytes, allowed are {SOCKET_PATH_MAX_BYTES}; take a shorter path"
+        raise ConfigError(problems=(_line(config.file, problem),))
+    paths = attrs.evolve(config.paths, home=home)
+    return attrs.evolve(config, paths=paths, channel=attrs.evolve(config.channel, socket=socket))

@@ -86,10 +86,10 @@ def run_demo(environ: Mapping[str, str], say: str | None) -> int:
 
 def demo_config(url: str, socket_file: Path, home: Path) -> str:
     """The configuration of the demo's daemon, as TOML."""
-    return CONFIG.format(url=_toml(url), socket=_toml(str(socket_file)), home=_toml(str(home)))
+    return CONFIG.format(url=toml_text(url), socket=toml_text(str(socket_file)), home=toml_text(str(home)))
 
 
-def _toml(text: str) -> str:
+def toml_text(text: str) -> str:
     """A basic string: JSON's, but for the one control character that JSON leaves bare."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
@@ -174,7 +174,7 @@ def _server(log: Path) -> Iterator[str]:
         assert child.stdout is not None
         url = child.stdout.readline().decode("utf-8").strip()
         if not url:
-            raise StartError(message=f"the embedded server did not start; {_tail(log)}")
+            raise StartError(message=f"the embedded server did not start; {end_of(log)}")
         yield url
 
 
@@ -193,12 +193,13 @@ def _wait_for(path: Path, daemon: subprocess.Popen[bytes] | None, log: Path) -> 
             if probe.connect_ex(os.fspath(path)) == 0:
                 return
         if daemon is not None and daemon.poll() is not None:
-            raise StartError(message=f"loopd did not start; {_tail(log)}")
+            raise StartError(message=f"loopd did not start; {end_of(log)}")
         time.sleep(POLL_S)
-    raise StartError(message=f"no loopd answered on {path} within {START_S:.0f} s; {_tail(log)}")
+    raise StartError(message=f"no loopd answered on {path} within {START_S:.0f} s; {end_of(log)}")
 
 
-def _tail(log: Path) -> str:
+def end_of(log: Path) -> str:
+    """What a person is told of a log: its last lines."""
     try:
         lines = log.read_text("utf-8", "replace").splitlines()[-5:]
     except OSError as exc:

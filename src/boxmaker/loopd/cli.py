@@ -28,18 +28,21 @@ def main() -> None:
 
 @main.command()
 @_config_option
+@click.option("--home", type=click.Path(path_type=Path), help="Another home than the configuration's, socket and all.")
 @click.option("--until-eof", is_flag=True, help="Stop, as SIGTERM does, when stdin ends.")
-def serve(config_file: Path, until_eof: bool) -> None:
+def serve(config_file: Path, home: Path | None, until_eof: bool) -> None:
     """Run the self-test, then serve the socket until SIGTERM or SIGINT."""
     import trio
 
-    from boxmaker.config import load_config
+    from boxmaker.config import at_home, load_config
     from boxmaker.log import log_to_stderr
     from boxmaker.loopd.serve import serve as run
 
     log_to_stderr()
     with ending():
         config = load_config(config_file, os.environ)
+        if home is not None:
+            config = at_home(config, home)
         trio.run(lambda: run(config, until_eof=until_eof))
 
 
@@ -99,6 +102,9 @@ def demo(say: str | None) -> None:
 class ending:  # a statement's name: `with ending():`
     """The one place that turns our errors into a line on stderr and an exit status."""
 
+    def __init__(self, program: str = "loopd") -> None:
+        self._program = program
+
     def __enter__(self) -> None:
         return None
 
@@ -107,5 +113,5 @@ class ending:  # a statement's name: `with ending():`
         while isinstance(ours, BaseExceptionGroup) and len(ours.exceptions) == 1:
             ours = ours.exceptions[0]
         if isinstance(ours, BoxmakerError):
-            click.echo(f"loopd: {ours}", err=True)
+            click.echo(f"{self._program}: {ours}", err=True)
             sys.exit(ours.exit_code)
