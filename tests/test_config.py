@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import attrs
 import httpx
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from boxmaker.config import Config, load_config, request_field_problem
+from boxmaker.config import Config, at_home, load_config, request_field_problem
 from boxmaker.errors import BoxmakerError, ConfigError
 
 MINIMAL = '[server]\nurl = "http://127.0.0.1:8080"\n'
@@ -373,7 +375,7 @@ def test_these_urls_are_refused(tmp_path: Path, written: str) -> None:
     assert line.endswith(', allowed is text like "http://127.0.0.1:8080" or "unix:/run/llama/llama.sock"')
 
 
-@pytest.mark.parametrize(("value", "shown"), [("5", "5"), ("true", "True"), ("[]", "[]"), ("nan", "nan")])
+@pytest.mark.parametrize(("value", "shown"), [("5", "5"), ("true", "True"), ("[]", "an array"), ("nan", "nan")])
 def test_a_url_is_text(tmp_path: Path, value: str, shown: str) -> None:
     [line] = problems(tmp_path, f"[server]\nurl = {value}\n")
     assert line.startswith(f"[server] url: found {shown}, allowed is text like ")
@@ -471,7 +473,7 @@ def test_a_key_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "key"
     assert problems(tmp_path, WITH_KEY) == [f"[server] api_key_file: {file} cannot be read: No such file or directory"]
     file.mkdir()
-    assert problems(tmp_path, WITH_KEY) == [f"[server] api_key_file: {file} cannot be read: Is a directory"]
+    assert problems(tmp_path, WITH_KEY) == [f"[server] api_key_file: {file} is no file"]
 
 
 # -- [request] --------------------------------------------------------------------------------
@@ -575,6 +577,49 @@ def test_the_socket_is_in_the_home_that_was_chosen(tmp_path: Path) -> None:
     assert config.channel.socket == Path("/srv/box/run/loop/loop.sock")
     config = load(tmp_path, with_key("channel", "socket", '"/run/box.sock"'), {"BOXMAKER_HOME": "/srv/box"})
     assert config.channel.socket == Path("/run/box.sock")
+
+
+def test_a_socket_path_has_at_most_107_bytes(tmp_path: Path) -> None:
+    assert load(tmp_path, with_key("channel", "socket", f'"/{"s" * 106}"')).channel.socket == Path("/" + "s" * 106)
+    for key, value in (("socket", "/" + "s" * 107), ("socket", "/" + "ü" * 54)):
+        (line,) = problems(tmp_path, with_key("channel", key, f'"{value}"'))
+        bytes_ = len(value.encode())
+        assert line == f"[channel] socket: {value} has {bytes_} bytes, allowed are 107; set it to a shorter path"
+    (line,) = problems(tmp_path, with_key("paths", "home", f'"/{"h" * 100}"'))
+    assert "[channel] socket" in line, "the socket of a home that is too long has to be set"
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ('"http://u:hunter2@h"', "'http://…@h'"),
+        ('"http:/u:hunter2@h"', "'http:/…@h'"),
+        ('"https:u:hunter2@h"', "'…@h'"),
+        ('"u:hunter2@h"', "'…@h'"),
+        ('"ftp://u:hunter2@h"', "'ftp://…@h'"),
+        ('"http://u:hunter2\\n@h"', "'http://…@h'"),
+        ('"http://u:hunter2@evil@h/?q"', "'http://…@h/?q'"),
+        ('"http://u:hunter2' + "x" * 90 + '@h"', "'http://…@h'"),
+        ('["http://u:hunter2@h"]', "an array"),
+        ('{a = "http://u:hunter2@h"}', "a table"),
+    ],
+)
+def test_a_password_in_a_url_is_never_shown_however_the_url_is_wrong(tmp_path: Path, url: str, shown: str) -> None:
+    (line,) = problems(tmp_path, with_key("server", "url", url))
+    assert line.startswith(f"[server] url: found {shown}, allowed is ")
+    assert "hunter2" not in line
+
+
+@pytest.mark.parametrize("key", ["channel.socket", "server.api_key_file"])
+def test_a_path_that_no_file_system_takes_is_cut_in_its_line(tmp_path: Path, key: str) -> None:
+    table, _, name = key.partition(".")
+    (line,) = problems(tmp_path, with_key(table, name, f'"/{"p" * 3000}"'))
+    assert line.startswith(f"[{table}] {name}: /{'p' * 398}… ")
+    assert len(line) < 600
+    with pytest.raises(ConfigError) as caught:
+        at_home(load(tmp_path, MINIMAL), Path("/" + "p" * 3000))
+    (line,) = caught.value.problems
+    assert f"home: /{'p' * 398}… has 3020 bytes" in line
 
 
 def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
@@ -725,3 +770,32 @@ def test_any_bytes_give_a_config_or_lines_that_say_why_not(
     config, lines = outcome(tmp_path_factory.getbasetemp() / "config.toml", raw)
     assert config is None, "a url is required, and does not come by chance"
     assert lines
+
+
+def test_another_home_takes_the_socket_with_it_and_nothing_else(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text('[server]\nurl = "http://h"\n[paths]\nhome = "a"\n[channel]\nsocket = "s.sock"\ngrace_s = 3\n')
+    before = load_config(file, {})
+    after = at_home(before, Path("/x/other"))
+    assert after.paths.home == Path("/x/other")
+    assert after.channel.socket == Path("/x/other/run/loop/loop.sock")
+    assert after.channel.grace_s == 3
+    assert before.paths.home == tmp_path / "a"
+    assert attrs.evolve(after, paths=before.paths, channel=before.channel) == before
+
+
+def test_another_home_whose_socket_would_be_too_long_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text('[server]\nurl = "http://h"\n[paths]\nhome = "/a"\n')
+    config = load_config(file, {})
+    # "/" + name + "/run/loop/loop.sock" (19 characters): 107 bytes are the most
+    assert at_home(config, Path("/" + "x" * 87)).paths.home == Path("/" + "x" * 87)
+    with pytest.raises(ConfigError, match="has 108 bytes, allowed are 107; take a shorter path"):
+        at_home(config, Path("/" + "x" * 88))
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir])
+def test_a_key_file_that_is_no_file_is_said_and_not_waited_for(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "key")
+    (line,) = problems(tmp_path, '[server]\nurl = "http://h"\napi_key_file = "key"\n')
+    assert line == f"[server] api_key_file: {tmp_path / 'key'} is no file"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
+import subprocess
 from pathlib import Path
 
 import attrs
@@ -59,6 +61,9 @@ TEXTS: list[tuple[BoxmakerError, str, dict[str, object] | None]] = [
      "a fault inside loopd; its log has the details", {}),
     (ShuttingDown(), "loopd is shutting down; send the turn again when it is back", {}),
     (NoSuchSession(session="a"), "there is no session a; a turn with resume: false begins it", {"session": "a"}),
+    (NoSuchSession(session="a", directory=Path("/srv/box/sessions")),
+     "there is no session a in /srv/box/sessions; name the daemon's home with --home or BOXMAKER_HOME",
+     {"session": "a"}),
     (SessionExists(session="a"), "session a exists already; resume it, or choose another id", {"session": "a"}),
     (SessionBusy(session="a"),
      "session a is busy with another turn; try again when that has ended", {"session": "a"}),
@@ -117,6 +122,23 @@ def test_a_detail_is_a_json_object_with_what_a_program_needs(error: BoxmakerErro
     if isinstance(error, WireableError):
         assert error.detail() == detail
         assert json.loads(json.dumps(error.detail())) == detail
+
+
+@pytest.mark.parametrize(
+    ("path", "word"),
+    [
+        ("/home/jürgen", "'/home/jürgen'"),
+        ("/srv/box", "/srv/box"),
+        ("/a b'c", "'/a b'\"'\"'c'"),
+        ("/a\nb", "$'/a\\x0ab'"),
+        ("/a\x1b'\\", "$'/a\\x1b\\x27\\x5c'"),
+        ("/\udce9 é", "$'/\\xe9 \\xc3\\xa9'"),
+    ],
+)
+def test_a_path_is_a_word_that_a_shell_reads_as_that_path(path: str, word: str) -> None:
+    assert errors.shell_word(Path(path)) == word
+    printed = subprocess.run(["bash", "-c", f"printf %s {word}"], capture_output=True, check=True).stdout
+    assert printed == os.fsencode(path)
 
 
 def test_the_tree_is_drawn_as_it_is() -> None:

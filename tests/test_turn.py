@@ -5,12 +5,13 @@ Task 06 fixes the sequences; design.md section 8 fixes the endings. Logs are wri
 
 from __future__ import annotations
 
+import errno
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import trio
@@ -31,6 +32,9 @@ from boxmaker.proto.chat import (
 from boxmaker.proto.ids import SessionId
 from boxmaker.proto.records import Assistant, CacheLoss, LogRecord, SessionStart, ToolResult, Usage, User
 from boxmaker.proto.tools import Denied, Failed, PendingApproval, Result, ToolRequest, ToolResponse
+from boxmaker.session.baseline import Baseline
+from boxmaker.session.disk import InlineDisk
+from boxmaker.session.store import NewSession
 from boxmaker.testing.daemon import Daemon, fixed_now, running_daemon
 from boxmaker.testing.port import ScriptedPort, hang, public
 from boxmaker.testing.server import (
@@ -47,9 +51,12 @@ from boxmaker.testing.server import (
     reply,
     scripted_server,
 )
+from boxmaker.turn import run_turn
+from tests.session.kernel import failing, kernel_calls
 
 HTTP = Path(__file__).parents[1] / "fixtures" / "http"
 T = fixed_now()
+Work = TypeVar("Work")
 
 
 def usage(cache_n: int | None = 0, prompt_n: int | None = 10, predicted_n: int | None = 5, **more: Any) -> Usage:
@@ -114,6 +121,11 @@ def messages(server: ScriptedServer, at: int) -> list[dict[str, Any]]:
     return found
 
 
+def looks(server: ScriptedServer) -> int:
+    """How often the slots were looked at."""
+    return sum(request.path == "/slots" for request in server.received)
+
+
 # -- the three sequences of task 06 --------------------------------------------------------------
 
 
@@ -127,6 +139,57 @@ async def test_a_plain_turn(tmp_path: Path, autojump_clock: MockClock) -> None:
         {"role": "system", "content": "You are a test."},
         {"role": "user", "content": "hi"},
     ]
+
+
+async def test_a_turn_that_finds_the_gate_free_looks_at_the_slot_once_a_completion(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    scripts = [reply(calls=[("a", "clock", "{}")]), reply("ok")]
+    async with scripted_server(*scripts) as server, running_daemon(tmp_path, server.url) as daemon:
+        await daemon.ask("s", "hi", resume=False)
+    assert len(server.completions) == looks(server) == 2
+
+
+class SlowDisk:
+    """A disk whose work is done when `ready` says so."""
+
+    ready: Callable[[], bool] = staticmethod(lambda: True)
+
+    async def run(self, work: Callable[[], Work]) -> Work:
+        while not self.ready():  # noqa: ASYNC110  # a list of requests has no event
+            await trio.sleep(0.1)
+        return await InlineDisk().run(work)
+
+
+async def test_the_first_look_at_the_slot_does_not_wait_for_the_disk(tmp_path: Path, autojump_clock: MockClock) -> None:
+    disk = SlowDisk()
+    scripts = [reply("a"), reply("b")]
+    async with scripted_server(*scripts) as server, running_daemon(tmp_path, server.url, disk=disk) as daemon:
+        await daemon.ask("s", "1", resume=False)
+
+        def before_the_gate_or_after_the_look() -> bool:
+            gate = daemon.client.hold(0)
+            free = gate.take_nowait()
+            gate.give_back()
+            return free or looks(server) == 2
+
+        disk.ready = before_the_gate_or_after_the_look
+        with trio.fail_after(60):
+            assert (await daemon.ask("s", "2", resume=True)).content == "b"
+
+
+async def test_a_disk_that_refuses_the_user_record_ends_the_turn_before_its_request(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    async with scripted_server(reply("a"), reply("b")) as server, running_daemon(tmp_path, server.url) as daemon:
+        await daemon.ask("s", "1", resume=False)
+        before = daemon.log("s")
+        with kernel_calls(failing("fdatasync", errno.ENOSPC)):
+            error = await daemon.fail("s", "2", resume=True)
+        assert error.code == ErrorCode.STORAGE
+        assert daemon.log("s") == before
+        assert len(server.completions) == 1
+        assert (await daemon.ask("s", "2", resume=True)).content == "b"
 
 
 async def test_a_turn_with_a_tool(tmp_path: Path, autojump_clock: MockClock) -> None:
@@ -501,6 +564,7 @@ async def test_a_recorded_full_context_is_recognised(tmp_path: Path, autojump_cl
     async with scripted_server(full) as server, running_daemon(tmp_path, server.url) as daemon:
         error = await daemon.fail("s", "1", resume=False)
     assert error.code == ErrorCode.SESSION_FULL
+    assert message in error.message
 
 
 async def test_a_result_over_the_cap_is_cut_at_a_character(tmp_path: Path, autojump_clock: MockClock) -> None:
@@ -605,6 +669,19 @@ async def test_every_response_of_the_port_gives_a_result(
         await daemon.ask("s", "go", resume=False)
         log = daemon.log("s")
     assert result(0, "a", text) in log
+
+
+async def test_a_port_that_raises_is_in_the_daemons_log_with_its_call(
+    tmp_path: Path, autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    port = ScriptedPort([public("1"), RuntimeError("secret detail")])
+    async with (
+        scripted_server(reply(calls=[("a", "clock", "{}"), ("b", "clock", " ")]), reply("ok")) as server,
+        running_daemon(tmp_path, server.url, port=port) as daemon,
+    ):
+        await daemon.ask("s", "go", resume=False)
+    (logged,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert (logged.getMessage(), logged.__dict__["fields"]) == ("tool_port_failed", {"session": "s", "call": 1})
 
 
 async def test_a_result_is_cleaned_once_at_the_border(tmp_path: Path, autojump_clock: MockClock) -> None:
@@ -757,6 +834,26 @@ async def test_hanging_up_in_a_tool_gives_every_call_a_result(tmp_path: Path, au
     assert [r.call for r in log if isinstance(r, ToolResult)] == [0, 1, 2]
 
 
+async def test_a_turn_cancelled_before_its_first_call_runs_says_that_none_was_run(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    calls = [("a", "clock", "{}"), ("b", "clock", '{"b":1}')]
+    async with scripted_server(reply(calls=calls)) as server, running_daemon(tmp_path, server.url) as daemon:
+        baseline = Baseline(system="You are a test.", tools=())
+        with trio.CancelScope() as scope:
+
+            async def emit(events: Sequence[channel.TurnEvent]) -> None:
+                if ToolCallStarted(name="clock") in events:
+                    scope.cancel()
+                await trio.lowlevel.checkpoint()
+
+            new = NewSession(slot=0, baseline=lambda: baseline)
+            async with daemon.store.turn(SessionId("s"), resume=False, new=new, alternate=False) as session:
+                await run_turn(session, daemon.rt, "1", emit)
+        assert scope.cancelled_caught
+        assert contents(daemon.log("s")) == ["Not run: the turn ended before this call."] * 2
+
+
 async def test_a_turn_waits_its_turn_at_the_gate_and_says_so(tmp_path: Path, autojump_clock: MockClock) -> None:
     port = ScriptedPort([hang])
     scripts = [reply(calls=[("a", "clock", "{}")]), reply("second")]
@@ -769,6 +866,8 @@ async def test_a_turn_waits_its_turn_at_the_gate_and_says_so(tmp_path: Path, aut
         other, frames = await daemon.open("two", "2", resume=False)
         assert (await frames.receive()).answer == Queued(ahead=1)
         assert after_start(daemon.log("two")) == [User(time=T, content="2")]
+        assert looks(server) == 1, "who waits at the gate does not look at the slot"
+        assert not daemon.client.hold(0).take_nowait()
         await stream.aclose()
         assert (await frames.receive()).answer == Content(text="second")
         await other.aclose()
@@ -779,6 +878,9 @@ async def test_somebody_elses_request_on_the_slot_is_waited_for(tmp_path: Path, 
         server.slots = [{"id": 0, "is_processing": True}]
         stream, frames = await daemon.open("s", "1", resume=False)
         assert (await frames.receive()).answer == Waiting(slot_busy=True)
+        await trio.sleep(60)
+        assert looks(server) > 2
+        assert server.bodies == []
         server.slots = [{"id": 0, "is_processing": False}]
         assert (await frames.receive()).answer == Content(text="ok")
         await stream.aclose()

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import attrs
 from attrs import field, frozen
 
-from boxmaker.errors import ConfigError
+from boxmaker.errors import ConfigError, printable
 from boxmaker.proto.channel import SOCKET_PATH_MAX_BYTES
 
 DEFAULT_HOME = Path("/var/lib/boxmaker")
@@ -33,6 +33,8 @@ MAX_DEPTH = 100
 """Nesting in `[request]` that is taken; dotted keys nest further than Python can follow."""
 SHOWN_CHARACTERS = 80
 """How much of a wrong value an error line shows."""
+SHOWN_PATH_CHARACTERS = 400
+"""The same for a path: the longest name in it is 255 bytes."""
 
 RESERVED_REQUEST_FIELDS = {
     "messages": "it is the session",
@@ -86,9 +88,15 @@ def _shown_key(key: str) -> str:
     return key if re.fullmatch(r"[A-Za-z0-9_-]{1,80}", key) else _shown(key)
 
 
+def _shown_path(path: Path) -> str:
+    """Name a path that cannot be: longer ones than a file system takes are cut."""
+    text = str(path)
+    return text if len(text) <= SHOWN_PATH_CHARACTERS else text[: SHOWN_PATH_CHARACTERS - 1] + "…"
+
+
 def _line(file: Path, problem: str) -> str:
     """One problem, one line, whatever a key or a file is called."""
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in f"{file}: {problem}")
+    return printable(f"{file}: {problem}")
 
 
 def _seconds(value: object) -> float:
@@ -134,10 +142,17 @@ _LABEL = "[A-Za-z0-9_-]{1,63}"
 _AUTHORITY = re.compile(rf"(\[[0-9A-Fa-f:.]+\]|(?![^:]{{254}}){_LABEL}(\.{_LABEL})*\.?)(:[0-9]*)?")
 
 
+def _without_password(value: object) -> str:
+    """Name a wrong url: what may be a password, in whatever form it was written, is not for the journal."""
+    if type(value) is str:
+        return _shown(re.sub(r"^([A-Za-z]+:(?=/))?(/*).*@", r"\1\2…@", value, flags=re.DOTALL))
+    return "an array" if isinstance(value, list) else "a table" if isinstance(value, dict) else _shown(value)
+
+
 def _url(value: object) -> str:
     """Check a url for everything that would only fail later, in a name look-up or in httpx."""
     text = value if type(value) is str else ""
-    found = _shown(re.sub("//.*@", "//…@", text, flags=re.DOTALL) or value)  # a password is not for the journal
+    found = _without_password(value)
     allowed = _Bad('text like "http://127.0.0.1:8080" or "unix:/run/llama/llama.sock"', found)
     if text.startswith("unix:/") and "\x00" not in text:
         return text
@@ -340,7 +355,7 @@ class _Reader:
         tables["channel"]["socket"] = self._resolve(socket) if socket else socket_path(home)
         size_bytes = len(os.fsencode(tables["channel"]["socket"]))
         if size_bytes > SOCKET_PATH_MAX_BYTES:
-            where = f"{tables['channel']['socket']} has {size_bytes} bytes"
+            where = f"{_shown_path(tables['channel']['socket'])} has {size_bytes} bytes"
             self._say("[channel] socket", f"{where}, allowed are {SOCKET_PATH_MAX_BYTES}; set it to a shorter path")
             raise ConfigError(problems=tuple(self._problems))
         tables["paths"]["home"] = home
@@ -404,6 +419,9 @@ class _Reader:
         file = self._resolve(name)
         where = "[server] api_key_file"
         try:
+            if not stat.S_ISREG(file.stat().st_mode):  # a pipe would be waited for
+                self._say(where, f"{file} is no file")
+                return None
             with file.open("rb") as opened:
                 mode = stat.S_IMODE(os.fstat(opened.fileno()).st_mode)
                 if mode & 0o077:
@@ -411,7 +429,7 @@ class _Reader:
                     return None
                 key = opened.read(65536).decode("utf-8").strip()
         except OSError as exc:
-            self._say(where, f"{file} cannot be read: {exc.strerror}")
+            self._say(where, f"{_shown_path(file)} cannot be read: {exc.strerror}")
             return None
         except UnicodeDecodeError:
             key = ""
@@ -447,7 +465,8 @@ def at_home(config: Config, home: Path) -> Config:
     socket = socket_path(home)
     size_bytes = len(os.fsencode(socket))
     if size_bytes > SOCKET_PATH_MAX_BYTES:
-        problem = f"home: {socket} has {size_bytes} bytes, allowed are {SOCKET_PATH_MAX_BYTES}; take a shorter path"
+        where = f"home: {_shown_path(socket)} has {size_bytes} bytes"
+        problem = f"{where}, allowed are {SOCKET_PATH_MAX_BYTES}; take a shorter path"
         raise ConfigError(problems=(_line(config.file, problem),))
     paths = attrs.evolve(config.paths, home=home)
     return attrs.evolve(config, paths=paths, channel=attrs.evolve(config.channel, socket=socket))

@@ -22,11 +22,27 @@ Errors of httpx, os and json stop at the module that wraps the foreign thing.
 
 from __future__ import annotations
 
+import os
 import shlex
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from attrs import define, field
+
+
+def printable(text: str) -> str:
+    """A text as one line of printable characters: a path may hold line ends, escapes, bytes that are no UTF-8."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
+def shell_word(path: Path) -> str:
+    """A path as a word that can be pasted into a shell, whatever it holds."""
+    if str(path).isprintable():
+        return shlex.quote(str(path))
+    shown = "".join(
+        chr(byte) if 0x20 <= byte < 0x7F and byte not in b"\\'" else f"\\x{byte:02x}" for byte in os.fsencode(path)
+    )
+    return f"$'{shown}'"
 
 
 class BoxmakerError(Exception):
@@ -61,12 +77,13 @@ class ValueRefused(BoxmakerError):
 
 @define(kw_only=True)
 class StartError(BoxmakerError):
-    """The daemon cannot start; says what was tried and what to do."""
+    """The daemon cannot start; says what was tried and what to do, in one line, and what a program said in more."""
 
     message: str
+    more: str = ""
 
     def __str__(self) -> str:
-        return self.message
+        return printable(self.message) + (f"\n{self.more}" if self.more else "")
 
 
 @define(kw_only=True)
@@ -79,7 +96,7 @@ class NobodyListens(BoxmakerError):
     remedy: str = "start it with `loopd serve`, or name its socket with --socket"
 
     def __str__(self) -> str:
-        return f"no loopd answers on {self.path} ({self.reason}); {self.remedy}"
+        return printable(f"no loopd answers on {self.path} ({self.reason}); {self.remedy}")
 
 
 @define(kw_only=True)
@@ -171,10 +188,8 @@ class NoSuchSession(WireableError):
 
     def __str__(self) -> str:
         if self.directory is not None:
-            return (
-                f"there is no session {self.session} in {self.directory}; "
-                "name the daemon's home with --home or BOXMAKER_HOME"
-            )
+            where = printable(f"{self.session} in {self.directory}")
+            return f"there is no session {where}; name the daemon's home with --home or BOXMAKER_HOME"
         return f"there is no session {self.session}; a turn with resume: false begins it"
 
     def detail(self) -> dict[str, object]:
@@ -222,12 +237,12 @@ class SessionDamaged(WireableError):
 
     def __str__(self) -> str:
         where = f"{self.file}:{self.line}" if self.line else str(self.file)
-        return f"{where}: {self.problem}; {self.remedy()}"
+        return printable(f"{where}: {self.problem}; {self.remedy()}")
 
     def remedy(self) -> str:
         """What the owner can type: the file stands in `<home>/sessions/<id>/`."""
         directory = self.file.parent
-        arguments = f"{directory.name} --home {shlex.quote(str(directory.parent.parent))}"
+        arguments = f"{directory.name} --home {shell_word(directory.parent.parent)}"
         if not self.torn:
             return f"`bxctl session check {arguments}` lists all damage; mend the file by hand, or begin a new session"
         if self.line == 1:
@@ -248,7 +263,7 @@ class StorageError(WireableError):
     reason: str
 
     def __str__(self) -> str:
-        return f"cannot {self.action} {self.file}: {self.reason}"
+        return printable(f"cannot {self.action} {self.file}: {self.reason}")
 
     def detail(self) -> dict[str, object]:
         return {"file": str(self.file), "action": self.action}

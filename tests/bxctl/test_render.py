@@ -265,6 +265,17 @@ def test_an_empty_answer_is_said_to_be_one(answers: list[Answer], said: str) -> 
     assert on_terminal(*answers).endswith(f"{said}\n")
 
 
+@pytest.mark.parametrize("blank", ["\n", " ", "\t\n ", "\u00a0"])
+def test_an_answer_of_white_space_is_said_to_be_none(blank: str) -> None:
+    assert "[the model gave no answer]\n" in on_terminal(Content(text=blank), done(blank))
+    assert in_pipe(done(blank))[1] == "[the model gave no answer]\n"
+
+
+@pytest.mark.parametrize("seen", [".", "\u200f", "\x0b", "\r"])
+def test_an_answer_that_shows_something_is_one(seen: str) -> None:
+    assert in_pipe(done(seen))[1] == ""
+
+
 def test_texts_of_models_tools_and_servers_are_escaped_everywhere() -> None:
     evil = "a\x1b]0;x\x07\nb\u202e"
     shown = r"a\x1b]0;x\x07\nb\u202e"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,6 +36,13 @@ def test_a_completion_without_any_token_expects_nothing() -> None:
 @pytest.mark.parametrize("previous", [figures(None, 1, 1), figures(1, None, 1), figures(1, 1, None)])
 def test_a_figure_missing_before_makes_it_unknown(previous: TokenFigures) -> None:
     assert cache_outcome(previous, now(0)) == Unknown()
+
+
+def test_a_sum_that_no_record_could_hold_is_unknown() -> None:
+    largest = int(sys.float_info.max)  # of what an older log may hold
+    assert cache_outcome(figures(largest, 1, 0), now(0)) == Loss(expected=largest, got=0)
+    assert cache_outcome(figures(largest, 1, 1), now(0)) == Unknown()
+    assert cache_outcome(figures(largest, largest, largest), now(0)) == Unknown()
 
 
 def test_only_the_cached_tokens_of_the_new_completion_are_needed() -> None:

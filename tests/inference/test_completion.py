@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 import tracemalloc
 from itertools import pairwise
+from types import FrameType
 from typing import Any, Literal
 
 import pytest
@@ -388,7 +390,6 @@ def test_done_after_a_delta_is_an_end_and_before_any_is_a_broken_stream(delta: S
         delta_event(role="assistant", content=""),
         delta_event(reasoning_content=""),
         delta_event(tool_calls=[]),
-        delta_event(tool_calls=[None, 1, "x"]),
         chunk_event({"prompt_progress": {"total": 2, "cache": 0, "processed": 1}}),
         SseEvent("message", ""),
         SseEvent("message", " \n"),
@@ -453,9 +454,91 @@ def test_a_field_is_null_when_no_string_came_for_it_and_empty_when_an_empty_one_
     assert (reply.content, reply.reasoning_content) == ("", None)
 
 
-@pytest.mark.parametrize("value", [5, True, ["a"], {"text": "a"}])
-def test_content_that_is_no_text_is_no_content(value: Any) -> None:
-    assert assemble([delta_event(content=value, reasoning_content=value), END]).reply().content is None
+@pytest.mark.parametrize("odd", [0, 5, False, True, 0.5, {}, {"text": "a"}, [5], [None], [{"type": "image"}]])
+@pytest.mark.parametrize("key", ["content", "reasoning_content", "reasoning"])
+def test_text_of_a_kind_that_cannot_be_read_is_never_left_out(key: str, odd: Any) -> None:
+    assert assemble([delta_event(content="a"), delta_event(**{key: odd}), END]).failure().kind == "broken"
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        chunk_event({"choices": {"0": "a"}}),
+        chunk_event({"choices": "a"}),
+        chunk_event({"choices": ["a"]}),
+        chunk_event({"choices": [None]}),
+        chunk_event({"choices": [{"delta": "a"}]}),
+        chunk_event({"choices": [{"delta": ["a"]}]}),
+        chunk_event({"choices": [{"text": 5}]}),
+        delta_event(tool_calls={"id": "a"}),
+        delta_event(tool_calls="a"),
+        delta_event(tool_calls=[None]),
+        delta_event(tool_calls=["a"]),
+    ],
+)
+def test_a_chunk_of_a_shape_that_cannot_be_read_is_never_left_out(odd: SseEvent) -> None:
+    assert assemble([delta_event(content="a"), odd, END]).failure().kind == "broken"
+
+
+@pytest.mark.parametrize(
+    ("parts", "text"),
+    [([], ""), (["a", "b"], "ab"), ([{"type": "text", "text": "a"}, {"text": "b"}], "ab")],
+)
+def test_a_list_of_parts_is_its_texts(parts: Any, text: str) -> None:
+    assert assemble([delta_event(content="x"), delta_event(content=parts), END]).reply().content == "x" + text
+
+
+def test_a_reply_may_come_as_a_message_or_a_text() -> None:
+    whole = {"role": "assistant", "content": "a", "tool_calls": [piece(None, "c", "w", "{}")]}
+    reply = assemble([chunk_event({"choices": [{"message": whole, "finish_reason": "stop"}]})]).reply()
+    assert (reply.content, [(call.id, call.name) for call in reply.tool_calls]) == ("a", [("c", "w")])
+    assert assemble([chunk_event({"choices": [{"text": "a", "finish_reason": "stop"}]})]).reply().content == "a"
+    twice = {"choices": [{"delta": {}, "message": {"content": "a"}, "finish_reason": "stop"}]}
+    assert assemble([delta_event(content="a"), chunk_event(twice)]).reply().content == "a"
+
+
+def test_another_choice_is_not_ours() -> None:
+    def choice(index: Any, text: str, reason: str | None = None) -> dict[str, Any]:
+        return {"index": index, "delta": {"content": text}, "finish_reason": reason}
+
+    both = chunk_event({"choices": [choice(1, "x"), choice(0, "a")]})
+    other = chunk_event({"choices": [choice(1, "x", "stop")]})
+    assert assemble([both, other, delta_event(content="b"), END]).reply().content == "ab"
+    assert assemble([other]).failure().kind == "broken"
+    assert assemble([chunk_event({"choices": [choice(None, "a"), choice(0, "x")]}), END]).reply().content == "a"
+
+
+def test_the_older_form_of_a_call_is_a_call() -> None:
+    events = [delta_event(function_call={"name": "w", "arguments": "{"}), delta_event(function_call={"arguments": "}"})]
+    for reason in ("function_call", "stop"):
+        assert assemble([*events, delta_event(reason)]).reply().tool_calls == (
+            ToolCall(id="", name="w", arguments="{}"),
+        )
+
+
+@pytest.mark.parametrize("reason", ["tool_calls", "function_call", "TOOL_CALLS"])
+def test_an_end_with_calls_that_never_came_is_no_empty_answer(reason: str) -> None:
+    assert assemble([delta_event(reason)]).failure().kind == "broken"
+    assert assemble([delta_event(content=" \n"), delta_event(reason)]).failure().kind == "broken"
+    assert assemble([delta_event(content="a"), delta_event(reason)]).reply().content == "a"
+    assert calls(piece(0, "a", "w", "{}")) == [("a", "w", "{}")]
+
+
+@pytest.mark.parametrize("reason", ["error", "abort", "aborted", "cancelled", "canceled", "ERROR"])
+def test_a_reply_that_the_server_gave_up_is_no_answer(reason: str) -> None:
+    assert assemble([delta_event(content="a"), delta_event(reason)]).failure().kind == "broken"
+    told = chunk_event({"choices": [{"delta": {}, "finish_reason": reason, "error": {"code": 400, "message": "no"}}]})
+    assert (assemble([told]).failure().status, assemble([told]).failure().server_message) == (400, "no")
+
+
+@pytest.mark.parametrize("reason", ["length", "max_tokens", "model_length", "MAX_TOKENS"])
+def test_every_word_for_the_length_limit_is_a_cut(reason: str) -> None:
+    assert assemble([delta_event(content="a"), delta_event(reason)]).reply().cut == "length"
+
+
+@pytest.mark.parametrize("reason", ["stop", "eos", "content_filter", "x"])
+def test_any_other_word_is_an_end(reason: str) -> None:
+    assert assemble([delta_event(content="a"), delta_event(reason)]).reply().cut is None
 
 
 def test_the_role_chunk_may_be_missing_or_repeated() -> None:
@@ -563,12 +646,87 @@ def test_an_id_or_name_may_come_late_or_be_repeated() -> None:
     assert calls(piece(0, "", "w", '{"t":'), piece(0, "", "w", '"}'), piece(0, "", "w", '"}')) == [
         ("", "w", '{"t":"}"}')
     ]
+    blank_first = (piece(0, None, "w", " "), piece(0, None, None, '\n{"t":'), piece(0, None, "w", "1}"))
+    assert calls(*blank_first) == [("", "w", ' \n{"t":1}')]
+    in_two = (piece(0, None, "clo"), piece(0, None, "ck", '{"t":'), piece(0, None, "clock", "1}"))
+    assert calls(*in_two) == [("", "clock", '{"t":1}')]
 
 
 def test_another_id_on_a_known_index_begins_another_call() -> None:
     assert calls(
         piece(0, "a", "clock", ""), piece(0, "b", "clock", ""), piece(0, None, None, "{}"), piece(0, "b", None, " ")
     ) == [("a", "clock", ""), ("b", "clock", "{} ")]
+
+
+@pytest.mark.parametrize("name", ["f\x00", "f\ud83d", "\udc00f", "\ud83d\ude42\x00"])
+def test_a_name_that_is_cleaned_is_the_same_name_when_it_comes_again(name: str) -> None:
+    pieces = [piece(0, None, name, '{"a"'), piece(0, None, name, ":"), piece(0, None, name, "1}")]
+    assert calls(*pieces) == [("", clean_text(name), '{"a":1}')]
+
+
+@unhurried
+@given(
+    st.lists(
+        st.one_of(
+            st.dictionaries(st.text(max_size=3), st.text('\\"{}[] a', max_size=6), max_size=2),
+            st.recursive(st.lists(st.integers()), lambda inner: st.lists(inner, max_size=3), max_leaves=4),
+            st.text('\\"{}[] a\n', max_size=6),
+        ).map(json.dumps),
+        min_size=1,
+        max_size=3,
+    ),
+    st.integers(1, 5),
+    st.sampled_from(["", " ", "\n\t"]),
+)
+def test_a_repeated_name_begins_another_call_when_the_arguments_are_whole_and_not_before(
+    texts: list[str], size: int, blank: str
+) -> None:
+    pieces = []
+    for text in texts:  # none of these has a beginning that is JSON too
+        whole = blank + text
+        pieces += [piece(0, None, "f", whole[at : at + size]) for at in range(0, len(whole), size)]
+    assert calls(*pieces) == [("", "f", blank + text) for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "whole"),
+    [
+        (["5", "6"], True),
+        (["nul", "l"], False),
+        (["-", "1"], False),
+        (["1" * 400, "2"], True),
+        (["1" * 401, "2"], False),  # nobody means a number of 401 digits
+        (["{}x", "{}"], False),
+        (["{'a'}", " "], False),
+        (["}", "{}"], False),
+        (["{}\ud83d", "x"], False),
+        (["{}", " "], True),
+        (['"a\\', '"', '"'], False),
+        (['"a\\', "\\", '"'], False),
+    ],
+)
+def test_what_whole_arguments_are(arguments: list[str], whole: bool) -> None:
+    assert (len(calls(*(piece(0, None, "f", text) for text in arguments))) > 1) is whole
+
+
+@pytest.mark.parametrize("first", ['{"a":"', ' {"a":"', '"', "x"])
+def test_arguments_are_not_read_again_for_every_piece_that_repeats_the_name(first: str) -> None:
+    """Else the work grows with the square of the reply, and every turn waits: 100,000 pieces took a minute."""
+    pieces = [piece(0, None, "f", first), *[piece(0, None, "f", "}")] * 2000]
+    events = [*map(call_event, pieces), END]
+    parsed = 0
+
+    def count(frame: FrameType, what: str, _: Any) -> None:
+        nonlocal parsed
+        parsed += what == "call" and frame.f_code is json.loads.__code__
+
+    sys.setprofile(count)
+    try:
+        (call,) = assemble(events, reply_max_bytes=1_000_000).reply().tool_calls
+    finally:
+        sys.setprofile(None)
+    assert len(call.arguments) == len(first) + 2000
+    assert len(events) <= parsed <= len(events) + 450  # each event itself; a bare word as long as it is short
 
 
 def test_without_ids_a_name_after_whole_arguments_begins_another_call() -> None:
@@ -584,9 +742,20 @@ def test_without_ids_a_name_after_whole_arguments_begins_another_call() -> None:
     assert calls(piece(0, None, "w", '{"a'), piece(0, None, "v", "{}")) == [("", "w", '{"a'), ("", "v", "{}")]
 
 
-@pytest.mark.parametrize("index", [None, -1, True, 1.0, "0", [], {}])
+@pytest.mark.parametrize("index", [None, -1, True, 0.0, 0.5, "0", "-1", "x", "", "1" * 5000, float("inf"), [], {}])
 def test_an_index_that_is_none_is_index_zero(index: Any) -> None:
     assert calls(piece(0, "a", "w", "{"), piece(index, None, None, "}")) == [("a", "w", "{}")]
+
+
+@pytest.mark.parametrize("one", [1, 1.0, "1", "01"])
+def test_an_index_may_be_text_or_have_a_fraction_of_zero(one: Any) -> None:
+    pieces = (
+        piece(0, None, "w", ""),
+        piece(one, None, "v", ""),
+        piece(0, None, None, "{}"),
+        piece(one, None, None, "[]"),
+    )
+    assert calls(*pieces) == [("", "w", "{}"), ("", "v", "[]")]
 
 
 @pytest.mark.parametrize(
@@ -657,7 +826,11 @@ def test_a_figure_that_the_server_did_not_send_is_null() -> None:
     assert figures_of(usage={"prompt_tokens_details": None}) == NO_FIGURES
 
 
-@pytest.mark.parametrize("odd", [None, -1, "12", 3.0, True, [], {}])
+def test_a_prompt_that_was_all_in_the_cache_was_read_with_0_tokens() -> None:
+    assert figures_of(usage={"prompt_tokens": 6, "prompt_tokens_details": {"cached_tokens": 6}}) == (6, 0, None)
+
+
+@pytest.mark.parametrize("odd", [None, -1, "12", 3.0, True, [], {}, 2**53, 10**400])
 def test_a_figure_that_is_no_count_is_null(odd: Any) -> None:
     assert figures_of(timings={"cache_n": odd, "prompt_n": odd, "predicted_n": odd}) == NO_FIGURES
     usage = {"prompt_tokens": odd, "completion_tokens": odd, "prompt_tokens_details": {"cached_tokens": odd}}
@@ -829,6 +1002,32 @@ def test_the_fields_of_an_error_are_the_servers_own_words() -> None:
     assert (error.status, error.error_type, error.error_code) == (429, "rate_limit", "slow_down")
     assert (error.server_message, error.retry_after) == ("a\ufffd\nb", "7")
     assert str(error) == "the server answered 429: a\ufffd"
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [(400, 400), (599, 599), (399, 500), (600, 500), (0, 500), ("429", 500), (429.0, 500), (None, 500)],
+)
+def test_inside_a_stream_the_code_is_the_status_when_it_is_one(code: object, status: int) -> None:
+    assert error_of(200, {"code": code}).status == status
+    assert error_of(503, {"code": code}).status == 503
+
+
+def test_a_chunk_that_calls_itself_an_error_is_one() -> None:
+    chunk = chunk_event({"object": "error", "message": "too many", "type": "rate_limit", "code": 429})
+    found = assemble([delta_event(content="a"), chunk, END]).failure()
+    assert (found.status, found.error_type, found.server_message) == (429, "rate_limit", "too many")
+    assert assemble([delta_event(content="a"), END, chunk]).reply().content == "a"
+
+
+def test_the_words_of_an_error_may_be_its_detail() -> None:
+    assert error_of(404, {"detail": "Not Found"}).server_message == "Not Found"
+    assert error_of(404, {"message": "no", "detail": "Not Found"}).server_message == "no"
+
+
+@pytest.mark.parametrize(("code", "kept"), [("slow_down", "slow_down"), (429, None), (None, None), ({}, None)])
+def test_a_code_that_is_no_text_is_no_code_of_the_server(code: object, kept: str | None) -> None:
+    assert error_of(500, {"code": code}).error_code == kept
 
 
 @pytest.mark.parametrize("value", [None, 5, [1, 2, 3], {"error": 5}, {"message": None}, {"type": 5}, "", "\n"])

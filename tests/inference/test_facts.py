@@ -12,7 +12,7 @@ import trio
 from trio.testing import MockClock
 
 from boxmaker.errors import InferenceError
-from boxmaker.inference.client import Client
+from boxmaker.inference.client import Answer, Client
 from boxmaker.inference.facts import TOOL_TURN, ServerFacts, find_alternate, prompt_of, render
 from boxmaker.testing.daemon import make_config
 from boxmaker.testing.server import error_response, json_response, scripted_server
@@ -74,6 +74,7 @@ async def test_the_template_is_asked_with_what_a_request_would_send(tmp_path: Pa
             answer = await render(client, config, TOOL_TURN, TOOLS)
         asked = server.received[0].json()
     assert prompt_of(answer) is not None
+    assert (server.received[0].method, server.received[0].path) == ("POST", "/apply-template")
     assert asked["chat_template_kwargs"] == {
         "enable_thinking": True,
         "preserve_reasoning": True,
@@ -88,13 +89,54 @@ async def test_the_template_is_asked_with_what_a_request_would_send(tmp_path: Pa
     assert [tool["function"]["name"] for tool in asked["tools"]] == ["clock", "find_tool", "call_tool"]
 
 
+@pytest.mark.parametrize(
+    ("status", "value", "prompt"),
+    [
+        (200, {"prompt": "<s>"}, "<s>"),
+        (200, {"prompt": ""}, ""),
+        (200, {"prompt": None}, None),
+        (200, {}, None),
+        (200, ["prompt"], None),
+        (200, None, None),
+        (500, {"prompt": "<s>"}, None),
+        (404, None, None),
+    ],
+)
+def test_a_prompt_is_what_a_200_calls_so(status: int, value: object, prompt: str | None) -> None:
+    assert prompt_of(Answer(status=status, value=value, retry_after=None)) == prompt
+
+
+@pytest.mark.parametrize("status", [400, 500])
+async def test_a_refusal_is_a_400_or_a_500(tmp_path: Path, autojump_clock: MockClock, status: int) -> None:
+    def render_strictly(body: dict[str, Any]) -> bytes:
+        roles = [message["role"] for message in body["messages"]]
+        return error_response(status, "no") if ("user", "user") in pairwise(roles) else json_response(200, {})
+
+    async with scripted_server() as server:
+        server.apply_template = render_strictly
+        config = make_config(tmp_path, server.url)
+        async with Client(config) as client:
+            assert await find_alternate(client, config, TOOLS) is True
+
+
+async def test_a_key_that_the_server_does_not_take_is_an_error(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async with scripted_server() as server:
+        server.apply_template = error_response(401, "Invalid API Key")
+        config = make_config(tmp_path, server.url)
+        async with Client(config) as client:
+            with pytest.raises(InferenceError) as caught:
+                await render(client, config, TOOL_TURN, TOOLS)
+    assert caught.value.status == 401
+
+
 async def test_a_template_that_is_not_rendered_in_time_is_an_error(tmp_path: Path, autojump_clock: MockClock) -> None:
     listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
     url = f"http://127.0.0.1:{listeners[0].socket.getsockname()[1]}"
     config = make_config(tmp_path, url)
     async with Client(config) as client:
-        with pytest.raises(InferenceError, match="within 30 s"):
+        with pytest.raises(InferenceError, match="within 30 s") as caught:
             await render(client, config, TOOL_TURN, TOOLS)
+    assert caught.value.kind == "connect"
     await listeners[0].aclose()
 
 

@@ -185,7 +185,7 @@ def test_what_the_owner_set_is_passed_through(tmp_path: Path) -> None:
     config = make_config(
         tmp_path,
         "http://127.0.0.1:1",
-        "[request]\ntemperature = 0.7\nmax_tokens = 12288\nchat_template_kwargs = { date_string = '26 Jul 2024' }\n"
+        "[request]\nchat_template_kwargs = { date_string = '26 Jul 2024' }\ntemperature = 0.7\nmax_tokens = 12288\n"
         "[slots]\nmain = 1\n[thinking]\nenabled = false\ncap = 100\n",
     )
     assert json.dumps(fixed_fields(config)) == (
@@ -309,7 +309,7 @@ BROKEN = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("arguments", BROKEN, ids=lambda text: text[:20])
+@pytest.mark.parametrize("arguments", BROKEN, ids=range(len(BROKEN)))
 def test_what_is_no_object_is_sent_inside_one(arguments: str) -> None:
     ((_, _, mended),) = sent_calls(said(None, call("a", "clock", arguments)))
     assert json.loads(mended) == {"raw": arguments}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from email.utils import format_datetime
 from itertools import count
@@ -206,6 +204,13 @@ def test_a_hundred_thousand_tries_overflow_nothing() -> None:
     assert made.failed(failure("connect")) == Again(10_000)
 
 
+def test_the_back_off_doubles_60_times_at_most() -> None:
+    made = policy(attempts=10**9, base_ms=1, cap_ms=2.0**63)
+    for tries, after_ms in ((59, 2**59), (60, 2**60), (61, 2**60), (1000, 2**60)):
+        made.tries = tries
+        assert made.failed(failure("connect")) == Again(after_ms)
+
+
 # -- Retry-After ------------------------------------------------------------------------------------
 
 
@@ -247,6 +252,11 @@ def test_retry_after_is_seconds_or_a_date_to_come(header: str | None, after_ms: 
     assert retry_after_ms(header, NOW_S) == after_ms
 
 
+def test_a_date_less_than_a_millisecond_ahead_is_still_to_come() -> None:
+    after_ms = retry_after_ms("Mon, 30 Nov 2026 14:15:31 GMT", NOW_S + 1 - 1 / 2048)
+    assert after_ms == 1000 / 2048
+
+
 def test_a_number_of_any_length_is_no_exception() -> None:
     assert retry_after_ms("9" * 400, NOW_S) == float("inf")
     assert retry_after_ms("9" * 401, NOW_S) is None
@@ -276,16 +286,6 @@ DATE_WORDS = [
 def test_what_looks_like_a_date_is_a_wait_or_none(header: str) -> None:
     after_ms = retry_after_ms(header, NOW_S)
     assert after_ms is None or after_ms >= 0
-
-
-@pytest.fixture(params=["UTC", "America/New_York", "Asia/Kathmandu"])
-def local_zone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The zone of the machine, which may decide nothing."""
-    with monkeypatch.context() as patch:
-        patch.setenv("TZ", request.param)
-        time.tzset()
-        yield request.param
-    time.tzset()
 
 
 def test_a_date_means_the_same_in_every_zone(local_zone: str) -> None:
@@ -376,6 +376,12 @@ def test_only_what_the_server_says_is_context_full(kind: InferenceKind) -> None:
         kind=kind, message="m", server_message="Context size has been exceeded.", error_type="exceed_context_size_error"
     )
     assert not is_context_full(error)
+    error.status = 400
+    assert not is_context_full(error)
+
+
+def test_an_answer_without_a_status_is_not_context_full() -> None:
+    assert not is_context_full(InferenceError(kind="http", message="m", error_type="exceed_context_size_error"))
 
 
 # -- loading ----------------------------------------------------------------------------------------

@@ -305,3 +305,63 @@ def test_the_limit_is_for_one_event_and_not_for_the_stream() -> None:
 @pytest.mark.parametrize("step", [1, 7, 10_000])
 def test_no_more_of_a_foreign_body_is_kept_than_the_limit(step: int) -> None:
     assert decode(in_steps(b"<" + b"x" * 5000, step), 100).foreign == b"<" + b"x" * 99
+
+
+def test_after_an_event_over_the_limit_nothing_is_decoded() -> None:
+    decoder = SseDecoder(20)
+    assert decoder.feed(b"data: a\n\ndata: " + b"x" * 20) == messages("a"), "what came whole before it counts"
+    for chunk in (b"\n\ndata: b\n\n", b"", None):
+        with pytest.raises(InferenceError) as caught:
+            decoder.eof() if chunk is None else decoder.feed(chunk)
+        assert caught.value.limit == "event_max_bytes"
+
+
+@pytest.mark.parametrize("last", [b"data:678901", b"{345678901", b"data: 67890"])
+def test_an_event_that_the_end_of_the_body_puts_over_the_limit_is_over_for_good(last: bytes) -> None:
+    decoder = SseDecoder(11)
+    assert decoder.feed(b"data:012345\n") == []
+    assert decoder.feed(last) == []
+    for more in (None, None, b"\n\n"):
+        with pytest.raises(InferenceError) as caught:
+            decoder.eof() if more is None else decoder.feed(more)
+        assert caught.value.limit == "event_max_bytes"
+        assert caught.value is decoder.over
+
+
+def test_a_foreign_body_is_full_at_the_limit() -> None:
+    decoder = SseDecoder(10)
+    for piece, full in ((b"", False), (b"<12345678", False), (b"9", True), (b"0", True)):
+        decoder.feed(piece)
+        assert decoder.full is full
+    assert decoder.foreign == b"<123456789"
+    stream = SseDecoder(10)
+    stream.feed(b": " + b"x" * 8 + b"\n")
+    assert stream.full is False
+
+
+def test_an_lf_right_after_a_cr_is_its_own_and_no_later_one_is() -> None:
+    assert events_of(b"data: a\r", b"\ndata: b\n\n") == messages("a\nb")
+    assert events_of(b"data: a\r", b"", b"\ndata: b\n\n") == messages("a\nb")
+    assert events_of(b"data: a\r", b"data: b", b"\n", b"\ndata: c\n\n") == messages("a\nb", "c")
+    assert events_of(b"data: a\r", b"\r", b"\ndata: b\n\n") == messages("a", "b")
+
+
+@pytest.mark.parametrize("before", [b"\x0b", b"\x0c", b"\x00", b"\xc2\xa0", b"X", b"\n\x0b"])
+def test_only_blanks_and_line_ends_may_stand_before_the_first_line(before: bytes) -> None:
+    assert events_of(before + b"data: a\n\ndata: b\n\n") == messages("b")
+
+
+def test_an_error_line_that_the_end_leaves_open_is_an_event() -> None:
+    assert events_of(b"data: a\n\nerror: no") == [*messages("a"), SseEvent("error", "no")]
+
+
+def test_each_event_has_the_whole_limit_for_itself() -> None:
+    lines = (b"data: " + b"x" * 49 + b"\n") * 2 + b"\n"  # 99 characters with the LF between them
+    assert decode([b"data: a\n\n" + lines + lines], 99).events == messages("a", *["x" * 49 + "\n" + "x" * 49] * 2)
+
+
+def test_the_refusal_of_an_event_names_the_limit_and_its_key() -> None:
+    error = decode([b"data: " + b"x" * 2000], 1234).error
+    assert error is not None
+    assert "1234" in error.message
+    assert "event_max_bytes" in error.message

@@ -10,8 +10,8 @@ import attrs
 import pytest
 
 from boxmaker import errors
-from boxmaker.errors import WireableError
-from boxmaker.proto.channel import TURN_EVENTS, ErrorCode, WireError, wire_error
+from boxmaker.errors import ValueRefused, WireableError
+from boxmaker.proto.channel import TURN, TURN_EVENTS, WIRE_ERROR, ErrorCode, WireError, wire_error
 from boxmaker.proto.frames import decode_answer, encode_answer
 
 from .examples import FIXTURES, files, frame_object, split_frame, tag
@@ -85,7 +85,14 @@ def test_any_error_can_be_said_even_about_a_file_whose_name_is_not_utf8(name: st
         error = attrs.evolve(error, **texts)  # type: ignore[misc]  # all but ShuttingDown are attrs classes
     body = json.loads(split_frame(encode_answer(wire_error(error))))["body"]
     assert body["code"] == name
-    assert "\ufffd" in body["message"] or name in ("shutting_down", "turn_limit")
+    shown = "\\udce9" if name in ("storage", "session_damaged") else "\ufffd"  # these two name a file, in one line
+    assert shown in body["message"] or name in ("shutting_down", "turn_limit")
+
+
+def test_half_a_character_is_said_as_one_replacement() -> None:
+    assert wire_error(errors.BadRequest(path="$", problem="a\udce9b")).message == "$: a\ufffdb"
+    said = wire_error(errors.StorageError(action="read", file=Path("/a\udce9b"), reason="x"))
+    assert said.detail == {"file": "/a\ufffdb", "action": "read"}
 
 
 def test_a_detail_keeps_what_a_program_needs() -> None:
@@ -102,3 +109,20 @@ def test_the_events_are_those_of_the_design() -> None:
         "queued", "waiting", "progress", "reasoning", "content", "tool_call_started", "tool_result",
         "thinking_capped", "retrying", "cache_loss", "cut",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("code", ["", "timeout", "BAD_FRAME", 5, None, ["internal"]])
+def test_a_code_that_is_none_of_ours_is_refused(code: object) -> None:
+    assert WIRE_ERROR.from_object({"code": "internal", "message": "", "detail": {}}).code is ErrorCode.INTERNAL
+    with pytest.raises(ValueRefused) as caught:
+        WIRE_ERROR.from_object({"code": code, "message": "", "detail": {}})
+    assert caught.value.path == "$.code"
+
+
+def test_user_text_is_any_text_without_nul() -> None:
+    said = {"session": "a", "content": "\u2028 \x01 🙂", "resume": False}
+    assert TURN.to_object(TURN.from_object(said)) == said
+    for wrong in ("a\x00b", "\x00", "\ud800", 5):
+        with pytest.raises(ValueRefused) as caught:
+            TURN.from_object({**said, "content": wrong})
+        assert caught.value.path == "$.content"

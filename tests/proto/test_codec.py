@@ -5,18 +5,36 @@ from __future__ import annotations
 import copy
 import json
 import math
+import sys
 from collections.abc import Iterator
-from typing import Any
+from enum import Enum
+from typing import Any, Literal, NewType
 
 import attrs
 import pytest
+from attrs import frozen
+from cattrs.errors import AttributeValidationNote, ClassValidationError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from boxmaker.errors import ValueRefused
-from boxmaker.proto.channel import TURN, TURN_DONE, TURN_EVENTS, WIRE_ERROR, ErrorCode, WireError
-from boxmaker.proto.chat import ToolCallDelta
-from boxmaker.proto.codec import Codec, TaggedCodec, dumps, found, loads
+from boxmaker.proto.channel import TURN, TURN_DONE, TURN_EVENTS, WIRE_ERROR, ErrorCode, Turn, WireError
+from boxmaker.proto.chat import Queued, ToolCallDelta
+from boxmaker.proto.codec import (
+    CHECKED_COUNTS,
+    Codec,
+    Count,
+    JsonObject,
+    Positive,
+    Sha256,
+    TaggedCodec,
+    dumps,
+    found,
+    loads,
+    refusal,
+    strict_converter,
+)
+from boxmaker.proto.ids import SessionId
 from boxmaker.proto.records import RECORDS
 from boxmaker.proto.tools import TOOL_REQUEST, TOOL_RESPONSES
 
@@ -44,6 +62,9 @@ def _values() -> Iterator[tuple[str, AnyCodec, Any]]:
 VALUES = {label: (codec, value) for label, codec, value in _values()}
 WHOLE = [label for label in VALUES if not label.endswith(".null")]
 """Those whose values have the type that their key stands for."""
+
+LARGEST = int(sys.float_info.max)
+"""The largest whole number that a double holds."""
 
 NULLABLE = {"record assistant": {"$.content", "$.reasoning_content"}} | {
     label: {f"{at}.cache_n", f"{at}.prompt_n", f"{at}.predicted_n"}
@@ -122,7 +143,8 @@ def test_a_number_that_is_no_count_is_refused_at_every_integer(label: str) -> No
             for wrong in (-1, -(10**30), 10**400, 0.5, math.nan, math.inf, -math.inf):
                 assert refused_at(codec, put(value, path, wrong)) == shown(path)
             least = 1 if path in (("ahead",), ("attempt",)) else 0
-            for right in (least, 1, 2**53 + 1, 2**64 + 1, 10**30):
+            assert refused_at(codec, put(value, path, LARGEST + 1)) == shown(path)
+            for right in (least, 1, 2**53 + 1, 2**64 + 1, 10**30, LARGEST):
                 assert codec.to_object(codec.from_object(put(value, path, right))) == put(value, path, right)
             if least:
                 assert refused_at(codec, put(value, path, 0)) == shown(path)
@@ -199,8 +221,16 @@ def test_the_first_thing_that_is_wrong_is_named() -> None:
 
 
 def test_a_value_of_another_union_is_refused_on_writing() -> None:
-    with pytest.raises(ValueRefused, match="a ToolCallDelta is none of queued, waiting"):
+    with pytest.raises(ValueRefused, match="a ToolCallDelta is none of queued, waiting") as caught:
         TURN_EVENTS.encode(ToolCallDelta(index=0, id="", name="", arguments=""))  # type: ignore[arg-type]
+    assert caught.value.path == "$"
+
+
+def test_a_value_without_the_fields_of_its_class_is_refused_on_writing() -> None:
+    with pytest.raises(ValueRefused) as caught:
+        TURN.encode(None)  # type: ignore[arg-type]
+    assert caught.value.path == "$"
+    assert caught.value.problem.startswith("no Turn: ")
 
 
 def test_a_code_that_is_a_bare_text_is_refused_on_writing() -> None:
@@ -208,6 +238,12 @@ def test_a_code_that_is_a_bare_text_is_refused_on_writing() -> None:
         WIRE_ERROR.encode(WireError(code="internal", message="", detail={}))  # type: ignore[arg-type]
     right = WireError(code=ErrorCode.INTERNAL, message="", detail={})
     assert WIRE_ERROR.encode(right) == '{"code":"internal","message":"","detail":{}}'
+
+
+def test_a_key_that_is_no_text_is_refused_as_what_json_does_not_have() -> None:
+    refused = refusal_of(WIRE_ERROR, {"code": "internal", "message": "", "detail": {1: 2}})
+    assert refused.path == "$.detail"
+    assert "JSON" in refused.problem
 
 
 def test_reasons_say_what_was_expected_and_what_was_found() -> None:
@@ -223,6 +259,138 @@ def test_reasons_say_what_was_expected_and_what_was_found() -> None:
     assert str(refusal_of(TURN_EVENTS, [1])) == "$: expected an object, found an array"
     start = {**VALUES["record session_start"][1], "baseline": "ab"}
     assert str(refusal_of(RECORDS, start)) == '$.baseline: expected 64 lower-case hex digits, found "ab"'
+
+
+def test_a_value_is_read_from_its_text() -> None:
+    text = '{"type":"queued","ahead":2}'
+    assert TURN_EVENTS.decode(text) == TURN_EVENTS.decode(text.encode()) == Queued(ahead=2)
+    assert TURN_EVENTS.encode(Queued(ahead=2)) == text
+    text = '{"session":"a","content":"é","resume":true}'
+    turn = Turn(session=SessionId("a"), content="é", resume=True)
+    assert TURN.decode(text) == TURN.decode(text.encode()) == turn
+    assert TURN.encode(turn) == text
+    for codec in (TURN_EVENTS, TURN):
+        with pytest.raises(ValueRefused, match="not JSON"):
+            codec.decode("{")
+
+
+def test_a_path_passes_over_notes_of_others() -> None:
+    wrong = ValueError("expected text, found 5")
+    wrong.add_note("seen while a test ran")
+    wrong.add_note(AttributeValidationNote("class X @ attribute class_", "class_", str))
+    assert str(refusal(ClassValidationError("", [wrong], Turn), "$.body")) == "$.body.class: expected text, found 5"
+    assert str(refusal(KeyError("class"), "$.body")) == "$.body: the key 'class' is missing", (
+        "an object without a group"
+    )
+
+
+# -- a converter of one's own ----------------------------------------------------------------------
+
+Even = NewType("Even", int)
+
+
+class Colour(Enum):
+    RED = "red"
+
+
+@frozen(kw_only=True)
+class Part:
+    name: str
+
+
+@frozen(kw_only=True)
+class Every:
+    """A field of each kind that a boundary may use."""
+
+    text: str
+    flag: bool
+    count: Count
+    positive: Positive
+    digest: Sha256
+    free: JsonObject
+    word: Literal["a", "b"]
+    parts: tuple[Part, ...]
+    maybe: Count | None
+    colour: Colour
+    class_: Even
+
+
+def colour(value: object, kind: object) -> object:
+    """Other words than cattrs' own: it has a way to read an Enum, which must not be taken."""
+    assert kind is Colour
+    if value != "red":
+        raise ValueError("expected a colour")
+    return Colour.RED
+
+
+def even(value: object, kind: object) -> Even:
+    assert kind is Even
+    if type(value) is not int or value % 2:
+        raise ValueError("expected an even number")
+    return Even(value)
+
+
+EVERY: dict[str, Any] = {
+    "text": "é", "flag": False, "count": 0, "positive": 1, "digest": "0" * 32 + "f" * 32, "free": {"x": [1, None]},
+    "word": "b", "parts": [{"name": "p"}, {"name": ""}], "maybe": None, "colour": "red", "class": 4,
+}  # fmt: skip
+WRONG: list[tuple[str, Any, str, str]] = [
+    ("text", 5, "$.text", "expected text, found 5"),
+    ("flag", 0, "$.flag", "expected true or false, found 0"),
+    ("count", -1, "$.count", "expected an integer ≥ 0, found -1"),
+    ("count", True, "$.count", "expected an integer ≥ 0, found true"),
+    ("positive", 0, "$.positive", "expected an integer ≥ 1, found 0"),
+    ("digest", "0" * 63, "$.digest", 'expected 64 lower-case hex digits, found "' + "0" * 38 + "…"),
+    ("free", [], "$.free", "expected an object, found an array"),
+    ("word", "c", "$.word", 'expected one of a, b, found "c"'),
+    ("parts", {}, "$.parts", "expected an array, found an object"),
+    ("parts", [{"name": "p"}, {"name": 1}], "$.parts[1].name", "expected text, found 1"),
+    ("parts", [[]], "$.parts[0]", "expected an object, found an array"),
+    ("maybe", "5", "$.maybe", 'expected an integer ≥ 0, found "5"'),
+    ("colour", "blue", "$.colour", "expected a colour"),
+    ("class", 3, "$.class", "expected an even number"),
+    ("class_", 4, "$", 'unknown key "class_"'),
+]
+
+
+def test_a_converter_takes_each_kind_of_value_and_writes_it_again() -> None:
+    codec = Codec(strict_converter({Even: even, Colour: colour}), Every)
+    made = codec.from_object(EVERY)
+    assert made == Every(
+        text="é", flag=False, count=0, positive=1, digest="0" * 32 + "f" * 32, free={"x": [1, None]}, word="b",
+        parts=(Part(name="p"), Part(name="")), maybe=None, colour=Colour.RED, class_=Even(4),
+    )  # fmt: skip
+    assert codec.to_object(made) == EVERY
+    assert list(codec.to_object(made)) == list(EVERY), "keys stand in the order of the class"
+    assert codec.from_object({**EVERY, "maybe": 7}).maybe == 7
+
+
+@pytest.mark.parametrize(("key", "wrong", "path", "problem"), WRONG)
+def test_a_converter_refuses_each_kind_of_wrong_value(key: str, wrong: Any, path: str, problem: str) -> None:
+    codec = Codec(strict_converter({Even: even, Colour: colour}), Every)
+    refused = refusal_of(codec, {**EVERY, key: wrong})
+    assert (refused.path, refused.problem) == (path, problem)
+
+
+def test_a_converter_needs_no_further_kinds() -> None:
+    codec = Codec(strict_converter(), Part)
+    assert codec.decode('{"name":"a"}') == Part(name="a")
+    assert str(refusal_of(codec, [])) == "$: expected an object, found an array"
+
+
+def test_a_union_has_a_tag_for_each_class_and_reads_numbers_as_it_is_told() -> None:
+    converter = strict_converter()
+    union: TaggedCodec[Part | Queued] = TaggedCodec(converter, {"part": Part, "queued": Queued})
+    assert union.tags == ("part", "queued")
+    assert union.decode('{"name":"a","type":"part"}') == Part(name="a")
+    assert union.encode(Part(name="a")) == '{"type":"part","name":"a"}'
+    assert union.encode(Queued(ahead=1)) == '{"type":"queued","ahead":1}'
+    huge = '{"type":"queued","ahead":1' + "0" * 400 + "}"
+    with pytest.raises(ValueRefused, match=r"\$: not JSON: the number 10+… is out of range"):
+        union.decode(huge)
+    counts: TaggedCodec[Queued] = TaggedCodec(converter, {"queued": Queued}, CHECKED_COUNTS)
+    with pytest.raises(ValueRefused, match=r"\$\.ahead: expected an integer ≥ 1, found 10+…"):
+        counts.decode(huge)
 
 
 # -- JSON text -----------------------------------------------------------------------------------
@@ -333,3 +501,6 @@ def test_found_names_values_as_json_has_them() -> None:
     assert [found(value) for value in values] == [
         "null", "true", "1.0", '"\\u00e9"', "an object", "an array", '"' + "x" * 38 + "…",
     ]  # fmt: skip
+    assert [found(value) for value in (b"a", {1}, Even)] == ['"bytes"', '"set"', '"NewType"'], "what JSON does not have"
+    assert found("x" * 38) == '"' + "x" * 38 + '"', "40 characters are shown whole"
+    assert found("x" * 39) == '"' + "x" * 38 + "…"

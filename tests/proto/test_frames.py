@@ -444,6 +444,15 @@ def test_the_encoder_written_by_hand_equals_the_codec_for_any_text(text: str) ->
         assert encode_answer(event) == struct.pack(">I", len(payload)) + payload
 
 
+def test_the_events_of_a_token_are_written_without_the_codec(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each costs several times as much, and nothing else would show it."""
+    frames = {event: encode_answer(event) for event in (Content(text="é"), Reasoning(text="é"))}
+    monkeypatch.delattr("boxmaker.proto.frames.TURN_EVENTS")
+    assert {event: encode_answer(event) for event in frames} == frames
+    with pytest.raises(NameError):
+        encode_answer(Queued(ahead=1))
+
+
 @pytest.mark.parametrize("text", [None, 5, b"a", True, ["a"]])
 def test_the_encoder_written_by_hand_refuses_what_is_no_text(text: Any) -> None:
     for event in (Content(text=text), Reasoning(text=text)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from boxmaker.errors import ValueRefused
+from boxmaker.proto import records
 from boxmaker.proto.chat import ToolCall
 from boxmaker.proto.ids import SessionId
 from boxmaker.proto.records import (
@@ -291,3 +293,38 @@ def test_a_value_hidden_by_a_second_key_is_the_same_by_hand_and_by_codec(name: s
 def test_what_is_no_record_is_the_same_by_hand_and_by_codec(line: bytes) -> None:
     assert_same_by_hand_and_by_codec(line)
     assert_same_by_hand_and_by_codec(b"\xef\xbb\xbf" + LINES["user"].read_bytes())
+
+
+@pytest.mark.parametrize("tail", [b"x", b"{}", b",", b"\x00", b"\n{}", b"\nx", b" ", b"\n\n", b"\r\n", b"\xc2\xa0"])
+@pytest.mark.parametrize("name", LINES)
+def test_what_follows_a_record_is_white_space_or_refused(name: str, tail: bytes) -> None:
+    line = LINES[name].read_bytes().removesuffix(b"\n") + tail
+    if tail.strip(b" \r\n"):
+        with pytest.raises(ValueRefused):
+            decode_line(line)
+    else:
+        assert decode_line(line) == EXPECTED[name]
+    assert_same_by_hand_and_by_codec(line)
+
+
+@pytest.mark.parametrize("name", ["user", "assistant", "assistant.null", "usage", "tool_result", "tool_result.unusual"])
+def test_a_usual_line_is_read_without_the_codec(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it costs several times as much, and nothing else would show it."""
+    line = LINES[name].read_bytes()
+    monkeypatch.delattr(records, "RECORDS")
+    assert decode_line(line) == EXPECTED[name]
+    assert decode_line(line.removesuffix(b"\n")) == EXPECTED[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("tool_result", "call"), *(("usage", key) for key in ("cache_n", "prompt_n", "predicted_n", "reasoning_tokens"))],
+)
+def test_a_count_is_taken_by_hand_from_0_to_the_largest(name: str, key: str) -> None:
+    value = json.loads(LINES[name].read_bytes())
+    largest = int(sys.float_info.max)
+    for count in (0, 1, largest):
+        made = records._QUICK[name]({**value, key: count})
+        assert getattr(made, key) == count
+    for wrong in (-1, largest + 1, True, 1.0, "1"):
+        assert records._QUICK[name]({**value, key: wrong}) is None

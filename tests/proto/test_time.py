@@ -34,6 +34,10 @@ def test_seconds_are_written_as_utc_with_milliseconds(seconds: float, text: str)
     assert timestamp(seconds) == text
 
 
+def test_a_time_is_utc_in_every_zone(local_zone: str) -> None:
+    assert timestamp(1796048130.125) == "2026-11-30T14:15:30.125Z"
+
+
 @given(seconds=st.floats(0, 5e9) | st.floats(0, 1))
 @relaxed
 def test_a_time_is_the_last_whole_millisecond_before_it(seconds: float) -> None:
@@ -51,6 +55,14 @@ def test_the_product_of_floats_that_would_round_up_is_cut() -> None:
 @relaxed
 def test_a_written_time_is_read(seconds: float) -> None:
     assert parse_timestamp(timestamp(seconds)) == timestamp(seconds)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["2026-11-30T14:15:30.123Z", "0001-01-01T00:00:00.000Z", "9999-12-31T23:59:59.999Z", "2028-02-29T12:00:00.000Z"],
+)
+def test_a_time_of_the_form_is_taken(text: str) -> None:
+    assert parse_timestamp(text) == text
 
 
 @given(time=times)

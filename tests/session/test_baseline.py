@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from boxmaker.session.baseline import (
     encode_baseline,
     read_system_text,
 )
+from tests.session.kernel import open_descriptors
 
 TOOL = ToolSchema(name="clock", description="Die Uhr – jetzt.", parameters={"type": "object", "properties": {}})
 
@@ -130,6 +133,40 @@ def test_a_directory_in_place_of_a_file_is_an_error(tmp_path: Path, system_set: 
     (tmp_path / "memory" / "core.md").mkdir(parents=True)
     with pytest.raises(StorageError, match=r"core\.md: Is a directory"):
         assemble_baseline(config_for(tmp_path / "system.md"), tmp_path, [])
+
+
+@pytest.mark.parametrize("name", ["system.md", "memory/core.md"])
+def test_a_pipe_in_place_of_a_file_is_an_error_and_not_waited_for(tmp_path: Path, name: str) -> None:
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "system.md").write_text("x")
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(StorageError) as caught:
+        assemble_baseline(config_for(tmp_path / "system.md"), tmp_path, [])
+    assert str(caught.value) == f"cannot read {tmp_path / name}: is no file"
+
+
+def test_a_text_has_at_most_a_mebibyte(tmp_path: Path) -> None:
+    file = tmp_path / "system.md"
+    file.write_bytes(b"x" * 1_048_576)
+    assert len(read_system_text(config_for(file))[0]) == 1_048_576
+    file.write_bytes(b"x" * 1_048_577)
+    with pytest.raises(StorageError, match="has 1048577 bytes, allowed are 1048576"):
+        read_system_text(config_for(file))
+
+
+def test_a_file_that_is_refused_is_not_left_open(tmp_path: Path) -> None:
+    file = tmp_path / "system.md"
+    make: list[Callable[[Path], object]] = [
+        Path.mkdir, os.mkfifo, lambda path: path.write_bytes(b"\xff"), lambda path: path.write_bytes(b"x" * 1_048_577),
+    ]  # fmt: skip
+    before = open_descriptors()
+    for wrong in make:
+        wrong(file)
+        with pytest.raises(StorageError):
+            read_system_text(config_for(file))
+        assert open_descriptors() == before
+        file.rmdir() if file.is_dir() else file.unlink()
 
 
 # -- bytes and hash ---------------------------------------------------------------------------

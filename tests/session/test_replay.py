@@ -137,6 +137,13 @@ def test_a_log_of_another_session_is_refused() -> None:
         LogState(SessionId("other")).apply(START)
 
 
+@pytest.mark.parametrize(("record", "kind"), [(user(), "user"), (assistant(), "assistant")])
+def test_a_message_while_a_call_is_open_is_refused_with_both_their_names(record: LogRecord, kind: str) -> None:
+    reason = refused(record, assistant(call("c1"), call("c2")), usage(), result("c1"))
+    assert reason.startswith(f"{kind} record ")
+    assert "'c2'" in reason
+
+
 def test_a_later_epoch_is_refused() -> None:
     later = SessionStart(time=T, session=S, epoch=1, slot=0, baseline="0" * 64)
     with pytest.raises(OutOfOrder, match="epoch 1"):

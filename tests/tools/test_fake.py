@@ -54,6 +54,13 @@ async def test_echo_without_a_text_has_failed(arguments: str) -> None:
     assert await ask("echo", arguments) == Failed(message="echo needs a text")
 
 
+@pytest.mark.parametrize("arguments", ["[]", '{"text":', '{"text":"\\ud800"}'])
+async def test_echo_without_arguments_that_parse_has_failed(arguments: str) -> None:
+    answer = await ask("echo", arguments)
+    assert isinstance(answer, Failed)
+    assert answer.message.startswith("the arguments did not parse: ")
+
+
 async def test_a_tool_that_it_does_not_have_has_failed() -> None:
     answer = await ask("rm", "{}")
     assert isinstance(answer, Failed)

@@ -144,8 +144,7 @@ class SayView:
         """Print the answer when it is there; content before that is no answer yet, or comes again in it."""
         answer = frame.answer
         if isinstance(answer, TurnDone):
-            if not answer.content:
-                self._renderer.show(answer)
+            self._renderer.tell_unanswered(answer.content, answer.usage)
             self._out.write(visible(answer.content) + "\n")
             self._out.flush()
         elif answer is not None and not isinstance(answer, Content):

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from boxmaker import __version__
-from boxmaker.errors import BoxmakerError, ValueRefused
+from boxmaker.errors import BoxmakerError, ValueRefused, printable
 from boxmaker.proto.ids import SessionId
 
 
@@ -198,7 +198,7 @@ def session_repair(session: str, home: Path | None) -> None:
             return
         click.echo(f"line {done.line} was torn; dropped {len(done.dropped)} bytes:")
         click.echo(visible(done.dropped.decode("utf-8", "replace")))
-        click.echo(f"the damaged log is kept as {done.kept}")
+        click.echo(printable(f"the damaged log is kept as {done.kept}"))
 
 
 @main.command()

@@ -146,6 +146,8 @@ def show_log(
             out.writelines(f"{line}\n" for line in text.lines(record))
 
     raw = read_log(sessions, session)
+    if not raw:  # a session appears with its first line
+        raise SessionDamaged(file=file, line=1, problem="the log is empty")
     whole = raw if not follow else raw[: raw.rfind(b"\n") + 1]  # a torn end may be an append under way
     for _, read in lines_of(file, whole):
         if isinstance(read, Finding):

@@ -139,6 +139,11 @@ class Renderer:
         self._fresh_line()
         self._write_err(f"bxctl: {code}: {one_visible_line(message)}\n")
 
+    def tell_unanswered(self, content: str, usage: Figures) -> None:
+        """Name an answer that shows nothing: a blank line would look like one."""
+        if not visible(content).strip():
+            self.status("the model gave no answer" + (", only reasoning" if usage.reasoning_tokens else ""))
+
     def cancelled(self) -> None:
         """The owner stopped the turn."""
         self._void()
@@ -189,8 +194,8 @@ class Renderer:
             self.status("the text above is withdrawn")
 
     def _done(self, content: str, usage: Figures) -> None:
+        self.tell_unanswered(content, usage)
         if not content:
-            self.status("the model gave no answer" + (", only reasoning" if usage.reasoning_tokens else ""))
             return
         if not self._stream:
             self._pending = [content]

@@ -14,6 +14,7 @@ from pathlib import Path
 import trio
 from attrs import frozen
 
+from boxmaker.channel.server import peer_uid
 from boxmaker.errors import ChannelClosed, NobodyListens
 from boxmaker.proto.channel import SOCKET_PATH_MAX_BYTES, Turn
 from boxmaker.proto.codec import JsonObject
@@ -106,4 +107,9 @@ async def _connect(path: Path) -> trio.SocketStream:
     except OSError as exc:  # the kernel said EAGAIN, and trio took it for "connecting"
         await trio.aclose_forcefully(stream)
         raise NobodyListens(path=path, reason="too busy to take a connection") from exc
+    uid = peer_uid(stream)
+    if uid not in (0, os.geteuid()):  # root's: a socket that systemd made
+        await trio.aclose_forcefully(stream)
+        remedy = "nothing was sent; put the socket where nobody else can write"
+        raise NobodyListens(path=path, reason=f"it is the socket of uid {uid}", remedy=remedy)
     return stream

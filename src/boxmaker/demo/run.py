@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from boxmaker.errors import StartError
+from boxmaker.errors import StartError, printable
 from boxmaker.proto.channel import SOCKET_PATH_MAX_BYTES
 
 START_S = 120.0
@@ -174,7 +174,7 @@ def _server(log: Path) -> Iterator[str]:
         assert child.stdout is not None
         url = child.stdout.readline().decode("utf-8").strip()
         if not url:
-            raise StartError(message=f"the embedded server did not start; {end_of(log)}")
+            raise StartError(message="the embedded server did not start", more=end_of(log))
         yield url
 
 
@@ -193,9 +193,9 @@ def _wait_for(path: Path, daemon: subprocess.Popen[bytes] | None, log: Path) -> 
             if probe.connect_ex(os.fspath(path)) == 0:
                 return
         if daemon is not None and daemon.poll() is not None:
-            raise StartError(message=f"loopd did not start; {end_of(log)}")
+            raise StartError(message="loopd did not start", more=end_of(log))
         time.sleep(POLL_S)
-    raise StartError(message=f"no loopd answered on {path} within {START_S:.0f} s; {end_of(log)}")
+    raise StartError(message=f"no loopd answered on {path} within {START_S:.0f} s", more=end_of(log))
 
 
 def end_of(log: Path) -> str:
@@ -203,8 +203,8 @@ def end_of(log: Path) -> str:
     try:
         lines = log.read_text("utf-8", "replace").splitlines()[-5:]
     except OSError as exc:
-        return f"{log} cannot be read: {exc.strerror}"
-    return f"the end of {log}:\n" + "\n".join(lines)
+        return printable(f"{log} cannot be read: {exc.strerror}")
+    return "\n".join(printable(line) for line in (f"the end of {log}:", *lines))
 
 
 def _end_with_parent() -> None:

@@ -52,7 +52,9 @@ def main() -> None:
     params.cache_ram_mib = 0
     params.n_batch = BATCH_TOKENS
     params.n_ubatch = BATCH_TOKENS
-    params.cpuparams.n_threads = len(os.sched_getaffinity(0))
+    # One core is left to daemon and terminal: the threads wait for each other by spinning, and one too many on a busy
+    # machine makes each token take ten times as long.
+    params.cpuparams.n_threads = max(1, len(os.sched_getaffinity(0)) - 1)
     params.verbosity = 0
     params.ui = False
     server = xllamacpp.Server(params)

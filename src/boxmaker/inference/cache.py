@@ -9,6 +9,8 @@ from typing import TypeAlias
 
 from attrs import frozen
 
+from boxmaker.proto.codec import MAX_INTEGER
+
 
 @frozen(kw_only=True)
 class TokenFigures:
@@ -50,6 +52,8 @@ def cache_outcome(previous: TokenFigures, current: TokenFigures) -> CacheOutcome
     if None in figures or current.cache_n is None:
         return Unknown()
     expected = sum(n for n in figures if n is not None) - 1
+    if expected > MAX_INTEGER:
+        return Unknown()  # of figures that an older log holds: a record could not hold their sum
     if current.cache_n < expected:
         return Loss(expected=expected, got=current.cache_n)
     return Hit()

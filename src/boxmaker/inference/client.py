@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import json
 import random
+import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import zlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Literal
 
+import certifi
 import httpx
 import trio
 from attrs import frozen
@@ -46,6 +49,8 @@ BUSY_LOOKS_S = (0.05, 0.2)
 BUSY_LOOK_S = 1.0
 ERROR_BODY_MAX_BYTES = 65536
 ERROR_BODY_S = 5.0
+INFLATED_BYTES = 65536
+"""How much of a compressed body is unpacked at once."""
 PROBE_MAX_BYTES = 64 * 1024 * 1024
 NO_SLOTS_STATUSES = (401, 403, 404, 405, 501)
 
@@ -115,9 +120,10 @@ class Client:
         Cancellation: safe at any point; the connection is closed. There is no deadline here.
         """
         content = b"" if body is None else json.dumps(body, ensure_ascii=False).encode("utf-8")
+        raw = bytearray()
         try:
             async with self._http.open(method, path, content) as response:
-                raw = await _read(response, PROBE_MAX_BYTES)
+                await _read(response, raw, PROBE_MAX_BYTES)
         except httpx.HTTPError as exc:
             raise _transport_error("connect", exc) from exc
         return Answer(
@@ -153,6 +159,10 @@ class Client:
         self._looks = False
         log_event("slot_check_off", slot=slot, status=answer.status)
         return Look(state="idle")
+
+    def look_again(self) -> None:
+        """Another server may have `/slots` where the one before had none."""
+        self._looks = True
 
     # -- completions -------------------------------------------------------------------------
 
@@ -260,6 +270,13 @@ class _Body(httpx.AsyncByteStream):
         return self._chunks.pop()
 
 
+def _tls() -> ssl.SSLContext:
+    """How an https server is checked: as httpx would, but for SSLKEYLOGFILE, which would have the keys written down."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # checks certificate and host name
+    context.load_verify_locations(certifi.where())
+    return context
+
+
 class _Http:
     """How requests are sent: every header is ours, and nothing is heeded of the environment."""
 
@@ -275,18 +292,15 @@ class _Http:
         }
         if config.server.api_key is not None:
             self._headers["Authorization"] = f"Bearer {config.server.api_key}"
-        self._client = httpx.AsyncClient(
-            transport=httpx.AsyncHTTPTransport(
-                uds=unix,
-                trust_env=False,
-                verify=url.startswith("https:"),
-                limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
-            ),
-            timeout=None,
+        # The transport alone: httpx's client would keep a server's cookies, and build a request of its own for each
+        # Location, which some addresses make it fail at.
+        self._transport = httpx.AsyncHTTPTransport(
+            uds=unix,
             trust_env=False,
-            follow_redirects=False,
+            verify=_tls() if url.startswith("https:") else False,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
         )
-        self.aclose = self._client.aclose
+        self.aclose = self._transport.aclose
 
     @asynccontextmanager
     async def open(
@@ -304,7 +318,7 @@ class _Http:
         request = httpx.Request(
             method, f"{self._base}{path}", headers=headers, stream=_Body(content), extensions=extensions
         )
-        response = await self._client.send(request, stream=True)
+        response = await self._transport.handle_async_request(request)
         try:
             yield response
         finally:
@@ -326,6 +340,7 @@ class _Try:
         self._scope = trio.CancelScope()
         self._phase: Literal["connect", "prefill", "stall", "finished"] = "connect"
         self._processed = -1
+        self._events_came = False
 
     async def run(self) -> Completion:
         headers_seen = False
@@ -359,13 +374,15 @@ class _Try:
             self._wait("prefill", self._timeouts.prefill_s)
 
     async def _stream(self, response: httpx.Response) -> None:
-        chunks = response.aiter_bytes()
+        plain = _Plain(response)
+        chunks = response.aiter_raw()
         try:
             async for chunk in chunks:
-                await self._take(chunk)
-                if self._assembler.done or self._assembler.over_cap:
-                    break
-                if self._decoder.full:
+                for piece in plain.feed(chunk):
+                    await self._take(piece)
+                    if self._enough():
+                        break
+                if self._enough():
                     break
         finally:
             await _leave(chunks)
@@ -373,21 +390,34 @@ class _Try:
             raise _foreign(self._decoder.foreign, response.headers.get("content-type", ""))
         events: list[ChatEvent] = []
         for event in self._decoder.eof():
+            self._events_came = True
             events += self._assembler.feed(event)
+        content_type = response.headers.get("content-type", "")
+        if not self._events_came and _media_type(content_type).lower() not in ("", "text/event-stream"):
+            raise _foreign(b"", content_type)
         if events:
             await self._emit(events)
         self._assembler.eof()
 
+    def _enough(self) -> bool:
+        return self._assembler.done or self._assembler.over_cap or self._decoder.full
+
     async def _take(self, chunk: bytes) -> None:
         assembler = self._assembler
         events: list[ChatEvent] = []
-        for event in self._decoder.feed(chunk):
-            events += assembler.feed(event)
+        failure: InferenceError | None = None
+        try:
+            for event in self._decoder.feed(chunk):
+                self._events_came = True
+                events += assembler.feed(event)
+            failure = self._decoder.over
+        except InferenceError as exc:  # raised below: what stands before it is told, wherever reads are cut
+            failure = exc
         if assembler.finished:
             if self._phase != "finished":
                 self._wait("finished", AFTER_FINISH_S)
         elif assembler.begun:
-            if any(isinstance(event, Content | Reasoning | ToolCallDelta) for event in events):
+            if any(_has_text(event) for event in events):
                 self._wait("stall", self._timeouts.stall_s)
         elif assembler.processed > self._processed:
             self._processed = assembler.processed
@@ -397,12 +427,17 @@ class _Try:
             self._scope.deadline = float("inf")
             await self._emit(events)
             self._scope.deadline = trio.current_time() + left
+        if failure is not None:
+            raise failure
 
     async def _refusal(self, response: httpx.Response) -> InferenceError:
         self._scope.deadline = float("inf")
-        raw = b""
-        with trio.move_on_after(ERROR_BODY_S):
-            raw = await _read(response, ERROR_BODY_MAX_BYTES)
+        raw = bytearray()
+        try:
+            with trio.move_on_after(ERROR_BODY_S):
+                await _read(response, raw, ERROR_BODY_MAX_BYTES)
+        except (httpx.HTTPError, InferenceError):
+            pass  # the status is known, and what came of the body may say more
         value = _json_or_text(raw, response.headers.get("content-type", ""))
         return error_of(response.status_code, value, response.headers.get("retry-after"))
 
@@ -419,18 +454,58 @@ class _Try:
         )
 
 
-async def _read(response: httpx.Response, limit_bytes: int) -> bytes:
-    """Read a body to its end or to the limit."""
-    raw = bytearray()
-    chunks = response.aiter_bytes()
+def _has_text(event: ChatEvent) -> bool:
+    """Has the reply grown? Empty pieces must not keep it alive."""
+    if isinstance(event, ToolCallDelta):
+        return bool(event.id or event.name or event.arguments)
+    return isinstance(event, Content | Reasoning)
+
+
+class _Plain:
+    """Undoes the compression of a server that was asked for none, piece by piece: a bomb must meet our limits.
+
+    httpx would do it, but a body that is not what its header says would strand httpx's own generators.
+    """
+
+    def __init__(self, response: httpx.Response) -> None:
+        encoding = response.headers.get("content-encoding", "").strip().lower()
+        self._inflate = zlib.decompressobj(zlib.MAX_WBITS | 32) if encoding in ("gzip", "x-gzip", "deflate") else None
+
+    def feed(self, chunk: bytes) -> Iterator[bytes]:
+        """Give what a chunk stands for.
+
+        Raises:
+            InferenceError: kind `broken`, when it is not compressed as it says.
+        """
+        if self._inflate is None:
+            yield chunk
+            return
+        piece = b""
+        while chunk or len(piece) == INFLATED_BYTES:
+            try:
+                piece = self._inflate.decompress(chunk, INFLATED_BYTES)
+            except zlib.error as exc:
+                raise InferenceError(kind="broken", message=f"the body cannot be decompressed: {exc}") from exc
+            chunk = self._inflate.unconsumed_tail
+            if piece:
+                yield piece
+
+
+async def _read(response: httpx.Response, raw: bytearray, limit_bytes: int) -> None:
+    """Read a body to its end or to the limit; `raw` has what came of it whatever ends it."""
+    plain = _Plain(response)
+    chunks = response.aiter_raw()
     try:
         async for chunk in chunks:
-            raw += chunk
+            for piece in plain.feed(chunk):
+                raw += piece
+                if len(raw) >= limit_bytes:
+                    break
             if len(raw) >= limit_bytes:
                 break
     finally:
         await _leave(chunks)
-    return bytes(raw[:limit_bytes])
+        del raw[limit_bytes:]
 
 
 async def _leave(chunks: AsyncIterator[bytes]) -> None:
@@ -447,16 +522,31 @@ async def _leave(chunks: AsyncIterator[bytes]) -> None:
 def _transport_error(kind: Literal["connect", "broken"], exc: httpx.HTTPError) -> InferenceError:
     what = "cannot reach the server" if kind == "connect" else "the connection broke in the middle of the reply"
     reason = one_line(str(exc)) or type(exc).__name__
+    system = _system_reason(exc)
+    if system and system not in reason:
+        reason += f" ({system})"
     return InferenceError(kind=kind, message=f"{what}: {reason}")
 
 
-def _json_or_text(raw: bytes, content_type: str) -> Any:
+def _system_reason(exc: BaseException | None) -> str | None:
+    """Say what the operating system gave as the reason: Trio says that all attempts failed, and not why."""
+    while exc is not None:
+        if isinstance(exc, OSError) and exc.strerror:
+            return exc.strerror.rpartition(": ")[2]
+        exc = exc.exceptions[0] if isinstance(exc, BaseExceptionGroup) else exc.__cause__ or exc.__context__
+    return None
+
+
+def _media_type(content_type: str) -> str:
+    return one_line(content_type.partition(";")[0])
+
+
+def _json_or_text(raw: bytes | bytearray, content_type: str) -> Any:
     text = raw.decode("utf-8", "replace")
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        kind = content_type.partition(";")[0].strip()
-        return f"{kind or 'no content type'}: {one_line(text) or 'an empty body'}"
+        return f"{_media_type(content_type) or 'no content type'}: {one_line(text) or 'an empty body'}"
 
 
 def _foreign(raw: bytes, content_type: str) -> InferenceError:
@@ -464,5 +554,5 @@ def _foreign(raw: bytes, content_type: str) -> InferenceError:
     value = _json_or_text(raw, content_type)
     if isinstance(value, dict) and value.get("error") is not None:
         return error_of(200, value["error"])
-    kind = one_line(content_type.partition(";")[0]) or "no content type"
+    kind = _media_type(content_type) or "no content type"
     return InferenceError(kind="foreign", message=f"the server sent {kind} where an event stream was expected")

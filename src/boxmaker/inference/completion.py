@@ -27,6 +27,19 @@ CAP_MARGIN_TOKENS = 256
 """How far over the cap a server that ignores the budget may go before we hang up."""
 CALL_BYTES = 64
 """What a call costs of `reply_max_bytes` besides its text: a stream of empty calls must end too."""
+MAX_TOKENS = 2**53 - 1
+"""A figure over this is none: no server counts so many tokens, and sums of figures must stay writable."""
+
+_LENGTH_REASONS = frozenset({"length", "max_tokens", "model_length"})
+_CALL_REASONS = frozenset({"tool_calls", "function_call"})
+_FAILED_REASONS = frozenset({"error", "abort", "aborted", "cancelled", "canceled"})
+"""Words of other servers for "this reply is no whole one"."""
+
+_OPENING = frozenset('{["')
+_SIGN = re.compile(r'\\.|[\\"{}\[\]]', re.DOTALL)
+_DEEPER = {"{": 1, "[": 1, "}": -1, "]": -1}
+_LONGEST_WORD = 400
+"""A number or word as arguments is not asked for any more when it is longer."""
 
 _UNCLEAN = re.compile("[\ud800-\udfff\x00]")
 _PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
@@ -69,7 +82,61 @@ class _Text:
 
     def joined(self) -> str | None:
         self.end()
-        return "".join(self.pieces) if self.pieces else None
+        if len(self.pieces) > 1:
+            self.pieces = ["".join(self.pieces)]
+        return self.pieces[0] if self.pieces else None
+
+
+@define
+class _Arguments(_Text):
+    """The arguments of a call, and whether they make a JSON text by now.
+
+    That is asked for every piece when a server repeats the name with each. So all pieces must not be read each time:
+    they are followed, once each, to the sign that closes what the first one opened, and parsed only then.
+    """
+
+    _followed: int = 0
+    _first: str = ""
+    _depth: int = 0
+    _in_string: bool = False
+    _escaped: bool = False
+    _closed: bool = False
+    _never: bool = False
+
+    def is_whole(self) -> bool:
+        """Do the pieces make a JSON text?"""
+        for piece in self.pieces[self._followed :]:
+            self._follow(piece)
+        self._followed = len(self.pieces)
+        if self._never or not self._closed or self.waiting:
+            return False
+        try:
+            json.loads("".join(self.pieces))
+        except (ValueError, RecursionError):
+            self._never = self._first in _OPENING  # nothing that follows the last sign makes it JSON
+            return False
+        return True
+
+    def _follow(self, text: str) -> None:
+        if not self._first:
+            text = text.lstrip()
+            self._first = text[:1]
+            if not text:
+                return
+        if self._first not in _OPENING:
+            self._closed = True  # a number or a word may be whole at any time, but not when it is long
+            self._never = sum(map(len, self.pieces)) > _LONGEST_WORD
+            return
+        escaped, self._escaped = self._escaped, False
+        for sign in _SIGN.findall(text, 1 if escaped else 0):
+            self._never = self._never or self._closed
+            if sign == '"':
+                self._in_string = not self._in_string
+            elif sign == "\\":
+                self._escaped = True  # the last sign of the piece: what it escapes has not come yet
+            elif not self._in_string:
+                self._depth += _DEEPER.get(sign, 0)
+            self._closed = self._depth == 0 and not self._in_string
 
 
 @define
@@ -78,7 +145,7 @@ class _Call:
 
     id: str = ""
     name: _Text = field(factory=_Text)
-    arguments: _Text = field(factory=_Text)
+    arguments: _Arguments = field(factory=_Arguments)
 
 
 @frozen(kw_only=True)
@@ -127,7 +194,8 @@ class CompletionAssembler:
         self.begun = False
         """A delta has come: the wait is for the next one (stall), no longer for the first (prefill)."""
         self.processed = -1
-        """Prompt tokens read so far by the last progress report; -1 before the first."""
+        """Prompt tokens read so far by the last progress report, at most the total of the first; -1 before it."""
+        self._prompt_tokens: int | None = None
         self.finished = False
         """The reply is whole; only figures may still come."""
         self.done = False
@@ -167,8 +235,11 @@ class CompletionAssembler:
         raise InferenceError(kind="broken", message="the server sent a chunk that is no JSON object")
 
     def _chunk(self, chunk: dict[str, Any]) -> list[ChatEvent]:
-        if chunk.get("error") not in (None, False) and not self.finished:
-            raise error_of(200, chunk["error"])
+        if not self.finished:
+            if chunk.get("error") not in (None, False):
+                raise error_of(200, chunk["error"])
+            if chunk.get("object") == "error":
+                raise error_of(200, chunk)
         if isinstance(chunk.get("usage"), dict):
             self._usage = chunk["usage"]
         if isinstance(chunk.get("timings"), dict):
@@ -180,17 +251,36 @@ class CompletionAssembler:
         events: list[ChatEvent] = []
         if "prompt_progress" in chunk:
             self._progress(chunk["prompt_progress"], events)
-        choices = chunk.get("choices")
-        if isinstance(choices, list) and choices and isinstance(choices[0], dict):
-            choice = choices[0]
-            delta = choice.get("delta")
-            if isinstance(delta, dict):
-                self._delta(delta, events)
-            reason = choice.get("finish_reason")
-            if isinstance(reason, str) and reason and not self.over_cap:
-                self._finish_reason = reason
-                events += self._end()
+        for choice in _array(chunk, "choices"):
+            if not isinstance(choice, dict):
+                raise _odd("choices")
+            index = _index(choice.get("index"))
+            if index is None or index == 0:  # we ask for one reply: another one's text is not ours
+                self._choice(choice, events)
+                break
         return events
+
+    def _choice(self, choice: dict[str, Any], events: list[ChatEvent]) -> None:
+        """Take our choice of one chunk: a delta, a message as a whole, or a bare text."""
+        delta = choice.get("delta")
+        if delta is None:
+            delta = choice.get("message")
+        if delta is None:
+            delta = {"content": choice.get("text")}
+        if not isinstance(delta, dict):
+            raise _odd("delta")
+        self._delta(delta, events)
+        reason = choice.get("finish_reason")
+        if not isinstance(reason, str) or not reason or self.over_cap:
+            return
+        if reason.lower() in _FAILED_REASONS:
+            if choice.get("error"):
+                raise error_of(200, choice["error"])
+            raise InferenceError(kind="broken", message=f"the server gave up the reply: finish_reason {reason.lower()}")
+        if reason.lower() in _CALL_REASONS and not self._calls and not "".join(self._content.pieces).strip():
+            raise InferenceError(kind="broken", message="the reply ended with calls, and none had come")
+        self._finish_reason = reason.lower()
+        events += self._end()
 
     def _end(self) -> list[ChatEvent]:
         """Take the reply as whole; give what was still held back of it."""
@@ -206,14 +296,16 @@ class CompletionAssembler:
         if isinstance(value, dict):
             total, cache, processed = (_count(value.get(key)) for key in ("total", "cache", "processed"))
             if total is not None and cache is not None and processed is not None:
-                self.processed = processed
+                if self._prompt_tokens is None:
+                    self._prompt_tokens = total  # of this prompt: one that grows must not buy time for ever
+                self.processed = min(processed, self._prompt_tokens)
                 events.append(Progress(total=total, cache=cache, processed=processed))
 
     def _delta(self, delta: dict[str, Any], events: list[ChatEvent]) -> None:
-        reasoning = delta.get("reasoning_content")
+        reasoning = _words(delta, "reasoning_content")
         if reasoning is None:
-            reasoning = delta.get("reasoning")
-        if isinstance(reasoning, str):
+            reasoning = _words(delta, "reasoning")
+        if reasoning is not None:
             self._spend(reasoning)
             if reasoning:
                 self.begun = True
@@ -227,8 +319,8 @@ class CompletionAssembler:
                 self._capped = True
                 events += self._end()
                 return
-        content = delta.get("content")
-        if isinstance(content, str):
+        content = _words(delta, "content")
+        if content is not None:
             self._spend(content)
             if content:
                 self.begun = True
@@ -236,13 +328,15 @@ class CompletionAssembler:
             text = self._content.add(content)
             if text:
                 events.append(Content(text=text))
-        calls = delta.get("tool_calls")
-        if isinstance(calls, list) and calls:
-            for piece in calls:
-                if isinstance(piece, dict):
-                    self.begun = True
-                    events += self._end_of_reasoning()
-                    events.append(self._call_piece(piece))
+        calls = _array(delta, "tool_calls")
+        if delta.get("function_call") is not None:  # the older form: one call, without an id
+            calls = [*calls, {"function": delta["function_call"]}]
+        for piece in calls:
+            if not isinstance(piece, dict):
+                raise _odd("tool_calls")
+            self.begun = True
+            events += self._end_of_reasoning()
+            events.append(self._call_piece(piece))
 
     def _look_for_cap(self, text: str) -> None:
         window = self._cap_window + text
@@ -259,13 +353,11 @@ class CompletionAssembler:
 
     def _call_piece(self, piece: dict[str, Any]) -> ToolCallDelta:
         function = piece.get("function")
-        function = function if isinstance(function, dict) else {}
+        function = function if isinstance(function, dict) else {}  # a call without a name is answered as such
         call_id, name, arguments = _as_text(piece.get("id")), _as_text(function.get("name")), function.get("arguments")
         arguments = _as_text(arguments)
         self._spend(call_id + name + arguments)
-        index = piece.get("index")
-        if type(index) is not int or index < 0:
-            index = 0
+        index = _index(piece.get("index")) or 0
         at = self._by_index.get(index)
         if at is None or self._is_another(self._calls[at], call_id, name):
             self._spend_bytes(CALL_BYTES)
@@ -289,7 +381,7 @@ class CompletionAssembler:
             return clean_text(call_id) != call.id
         if not name or not call.arguments.pieces:
             return False
-        return name != "".join(call.name.pieces) or _is_whole(call.arguments.pieces)
+        return clean_text(name) != call.name.joined() or call.arguments.is_whole()
 
     def _spend(self, text: str) -> None:
         self._spend_bytes(len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass")))
@@ -321,7 +413,7 @@ class CompletionAssembler:
         cut: Literal["length", "thinking_cap"] | None = None
         if self.over_cap:
             cut, calls = "thinking_cap", ()
-        elif self._finish_reason == "length":
+        elif self._finish_reason in _LENGTH_REASONS:
             cut = "length"
         cache_n, prompt_n, predicted_n = (None, None, None) if self.over_cap else self._figures()
         return Completion(
@@ -365,7 +457,7 @@ def error_of(status: int, error: Any, retry_after: str | None = None) -> Inferen
     if isinstance(error, dict) and isinstance(error.get("error"), dict | str):
         error = error["error"]
     if isinstance(error, dict):
-        message = _as_text(error.get("message"))
+        message = _as_text(error.get("message")) or _as_text(error.get("detail"))
         kind = error["type"] if isinstance(error.get("type"), str) else None
         code = error.get("code")
     elif isinstance(error, str):
@@ -398,7 +490,46 @@ def _parsed(data: str) -> Any:
 
 
 def _count(value: Any) -> int | None:
+    return value if type(value) is int and 0 <= value <= MAX_TOKENS else None
+
+
+def _index(value: Any) -> int | None:
+    """Which choice or call is meant; some servers send the number as text or with a fraction of 0."""
+    if type(value) is str and re.fullmatch("[0-9]{1,9}", value):
+        return int(value)
+    if type(value) is float and value.is_integer():
+        value = int(value)
     return value if type(value) is int and value >= 0 else None
+
+
+def _odd(key: str) -> InferenceError:
+    """What cannot be read may be the answer: left out, it would make an empty or a false one."""
+    return InferenceError(kind="broken", message=f"the server sent {key} of a kind that cannot be read")
+
+
+def _array(holder: dict[str, Any], key: str) -> list[Any]:
+    value = holder.get(key)
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise _odd(key)
+    return value
+
+
+def _words(delta: dict[str, Any], key: str) -> str | None:
+    """A text, or the texts of a list of parts; None when there is none."""
+    value = delta.get(key)
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise _odd(key)
+    texts: list[str] = []
+    for part in value:
+        text = part.get("text") if isinstance(part, dict) else part
+        if not isinstance(text, str):
+            raise _odd(key)
+        texts.append(text)
+    return "".join(texts)
 
 
 def _as_text(value: Any) -> str:
@@ -409,16 +540,3 @@ def _as_text(value: Any) -> str:
         return "" if value is None else json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     except RecursionError:  # what could just be read may be too deep to write: the stack is another
         return "(nested too deep)"
-
-
-def _is_whole(pieces: list[str]) -> bool:
-    """Tell whether pieces of arguments make a JSON text."""
-    if pieces[0].startswith("{"):
-        last = next(stripped for piece in reversed(pieces) if (stripped := piece.rstrip()))
-        if not last.endswith("}"):
-            return False  # asked for every piece, so the usual answer must not join them all
-    try:
-        json.loads("".join(pieces))
-    except (ValueError, RecursionError):
-        return False
-    return True

@@ -104,6 +104,21 @@ async def find_alternate(client: Client, config: Config, tools: Sequence[ToolSch
     return False
 
 
+def _log_limits(props: Answer, slot: int) -> None:
+    """Tell the log what a server says of its limits; a slot that it does not have is said apart: it would wrap."""
+    value: dict[str, Any] = props.value if props.status == 200 and isinstance(props.value, dict) else {}
+    settings = value.get("default_generation_settings")
+    n_ctx = _limit(settings.get("n_ctx")) if isinstance(settings, dict) else None
+    total = _limit(value.get("total_slots"))
+    log_event("facts_refreshed", props=props.status, total_slots=total, n_ctx=n_ctx)
+    if total is not None and slot >= total:
+        log_event("slot_missing", slot=slot, total_slots=total)
+
+
+def _limit(value: object) -> int | None:
+    return value if type(value) is int and 0 < value < 2**53 else None
+
+
 class ServerFacts:
     """The facts in use, and whether they are still true."""
 
@@ -129,11 +144,14 @@ class ServerFacts:
         if not self._stale:
             return
         try:
+            props = await probe(client, "GET", "/props")
             alternate = await find_alternate(client, config, tools)
         except InferenceError as exc:
             log_event("facts_not_refreshed", reason=exc.kind)
             return
         self._stale = False
+        client.look_again()
+        _log_limits(props, config.slots.main)
         if alternate != self.alternate:
             log_event("alternate_changed", alternate=alternate)
             self.alternate = alternate

@@ -96,8 +96,9 @@ class HistoryMender:
                 mended.append({"role": "user", "content": content})
             case Assistant():
                 mended.append(self._assistant(message))
-            case Tool(tool_call_id=old_id, content=content):
-                mended.append({"role": "tool", "tool_call_id": self._answer(old_id), "content": content})
+            case _:
+                answered = self._answer(message.tool_call_id)
+                mended.append({"role": "tool", "tool_call_id": answered, "content": message.content})
         self._last = type(message)
         return mended
 

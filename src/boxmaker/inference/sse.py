@@ -45,7 +45,8 @@ class SseDecoder:
         self._data: list[bytes] = []
         self._data_bytes = 0
         self._foreign: bytearray | None = None
-        self._over: InferenceError | None = None
+        self.over: InferenceError | None = None
+        """An event was over `event_max_bytes`: nothing more is decoded."""
 
     @property
     def full(self) -> bool:
@@ -64,8 +65,8 @@ class SseDecoder:
             InferenceError: kind `limit`, when one event is over `event_max_bytes`; the events before it
                 were given by an earlier call.
         """
-        if self._over is not None:
-            raise self._over
+        if self.over is not None:
+            raise self.over
         if not self._begun:
             begun = self._begin(chunk)
             if begun is None:
@@ -92,16 +93,15 @@ class SseDecoder:
             if rest:
                 self._line += rest
                 self._check(len(self._line))
-        except InferenceError as exc:
-            self._over = exc
+        except InferenceError:
             if not events:
                 raise
         return events
 
     def eof(self) -> list[SseEvent]:
         """Say that the body ended; give what its last lines hold. Raises as `feed` does."""
-        if self._over is not None:
-            raise self._over
+        if self.over is not None:
+            raise self.over
         events: list[SseEvent] = []
         if self._foreign is None:
             if self._line:
@@ -165,11 +165,12 @@ class SseDecoder:
 
     def _check(self, size_bytes: int) -> None:
         if size_bytes > self._max:
-            raise InferenceError(
+            self.over = InferenceError(
                 kind="limit",
                 limit="event_max_bytes",
                 message=f"the server sent one event of over {self._max} bytes ([inference] event_max_bytes)",
             )
+            raise self.over
 
 
 def _text(raw: bytes) -> str:

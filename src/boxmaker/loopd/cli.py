@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from boxmaker import __version__
-from boxmaker.errors import BoxmakerError
+from boxmaker.errors import BoxmakerError, printable
 
 _config_option = click.option(
     "--config",
@@ -54,10 +54,10 @@ def check_config(config_file: Path) -> None:
 
     with ending():
         config = load_config(config_file, os.environ)
-    click.echo(f"{config_file}: ok")
-    click.echo(f"server  {config.server.url}, slot {config.slots.main}")
-    click.echo(f"home    {config.paths.home}")
-    click.echo(f"socket  {config.channel.socket}")
+    click.echo(printable(f"{config_file}: ok"))
+    click.echo(printable(f"server  {config.server.url}, slot {config.slots.main}"))
+    click.echo(printable(f"home    {config.paths.home}"))
+    click.echo(printable(f"socket  {config.channel.socket}"))
 
 
 @main.command()

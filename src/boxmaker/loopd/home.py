@@ -3,6 +3,7 @@
 Laws:
 * One daemon a home: a `flock` on `run/loop/loopd.lock`, which holds the pid for the error text.
 * A socket file is removed only when it is a socket, nobody answers on it, or it is our own.
+* A home that serves is on the disk: without the names of its directories, a power loss would take every session.
 
 Source: design.md sections 4 and 6.
 """
@@ -21,6 +22,7 @@ from pathlib import Path
 
 from boxmaker.errors import StartError
 from boxmaker.proto.channel import SOCKET_PATH_MAX_BYTES
+from boxmaker.session.disk import sync_directory
 
 LISTEN_BACKLOG = 512
 FIRST_PASSED_FD = 3
@@ -38,6 +40,7 @@ def prepare_home(home: Path) -> None:
     try:
         for directory in (home, home / "sessions", home / "run", home / "run" / "loop"):
             directory.mkdir(mode=0o700, parents=directory == home, exist_ok=True)
+        _sync_names(home)
     except OSError as exc:
         raise StartError(
             message=f"the home {home} cannot be made: {exc.strerror}; "
@@ -48,6 +51,22 @@ def prepare_home(home: Path) -> None:
     problem = home_problem(home)
     if problem:
         raise StartError(message=problem)
+
+
+def _sync_names(home: Path) -> None:
+    """Make home's own name durable, those in it, and those of its sessions.
+
+    An earlier daemon may have been killed when it had made one and not synced it: what is built on it now would be
+    lost with it. So all directories where we may have made one are synced; what we may not read, or what knows no
+    sync, is left out.
+    """
+    for directory in (home / "sessions", home, *home.parents):
+        if os.access(directory, os.W_OK):
+            try:
+                sync_directory(directory)
+            except OSError as exc:
+                if exc.errno not in (errno.EACCES, errno.EPERM, errno.EINVAL):
+                    raise
 
 
 def home_problem(home: Path) -> str | None:
@@ -67,6 +86,20 @@ def home_problem(home: Path) -> str | None:
         return f"the home {home} belongs to uid {found.st_uid}, loopd runs as uid {os.geteuid()}; set BOXMAKER_HOME"
     if not os.access(home, os.W_OK | os.X_OK):
         return f"the home {home} is not writable; set BOXMAKER_HOME or change its mode to 0700"
+    return None
+
+
+def exposed_directory(home: Path) -> Path | None:
+    """A directory at, in or above a home where others can rename and replace what is ours; None when there is none.
+
+    In a sticky one (/tmp) they can not.
+    """
+    real = home.resolve()
+    for directory in (real / "run" / "loop", real / "run", real / "sessions", real, *real.parents):
+        with suppress(OSError):
+            mode = directory.stat().st_mode
+            if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+                return directory
     return None
 
 

@@ -15,7 +15,7 @@ import trio
 from attrs import define, evolve, field, frozen
 
 from boxmaker.config import Config
-from boxmaker.errors import InferenceError, StorageError
+from boxmaker.errors import InferenceError, StorageError, printable, shell_word
 from boxmaker.inference.client import LOADING_LOOK_S, Client
 from boxmaker.inference.facts import (
     ANSWERED,
@@ -30,7 +30,7 @@ from boxmaker.inference.facts import (
     render_body,
 )
 from boxmaker.inference.retry import is_loading
-from boxmaker.loopd.home import home_problem, lock_holder
+from boxmaker.loopd.home import exposed_directory, home_problem, lock_holder
 from boxmaker.proto.chat import Assistant, ChatMessage, System, ToolSchema
 from boxmaker.session.baseline import Baseline, assemble_baseline, read_system_text
 from boxmaker.tools.registry import Registry
@@ -52,7 +52,7 @@ class Check:
 
     def line(self) -> str:
         """The check as a person reads it."""
-        return f"{self.state:4}  {self.name}: {self.message}" + (f". {self.remedy}" if self.remedy else "")
+        return printable(f"{self.state:4}  {self.name}: {self.message}" + (f". {self.remedy}" if self.remedy else ""))
 
 
 @define
@@ -125,8 +125,13 @@ def _check_home(report: Report, home: Path) -> None:
         report.ok("home", f"{home} will be made")
     else:
         ours = holder == f"pid {os.getpid()}"
+        exposed = exposed_directory(home)
         note = ", locked by this loopd" if ours else f", served by a running loopd, {holder}" if holder else ""
-        report.ok("home", f"{home}{note}")
+        if exposed is not None:
+            remedy = f"Run: chmod o-w {shell_word(exposed)}"
+            report.warn("home", f"{home}{note}; everybody can write to {exposed}, and so replace what is in it", remedy)
+        else:
+            report.ok("home", f"{home}{note}")
 
 
 def _check_max_tokens(report: Report, config: Config) -> None:

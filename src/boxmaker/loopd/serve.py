@@ -1,21 +1,22 @@
 """The daemon: everything wired together, from the self-test to the last connection.
 
-    connections nursery              lives through the grace period; signals after it are ignored
+    connections nursery              lives through the grace period; signals after it change nothing
     └─ accepting nursery             cancelled by SIGTERM, SIGINT, or the end of stdin if asked
        ├─ stop task
-       └─ serve_listeners → a task a connection (channel/server.py)
+       └─ accept loop → a task a connection (channel/server.py)
 
 Source: M2b section 8; design.md section 4.
 """
 
 from __future__ import annotations
 
+import errno
+import math
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack
-from functools import partial
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 
 import trio
 
@@ -39,6 +40,13 @@ from boxmaker.turn import Runtime, run_turn
 MIB = 1024 * 1024
 AFTER_GRACE_S = 10.0
 """How long cancelled turns may take to write their results and their last frame."""
+FULL_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
+"""There is no room for one more connection just now."""
+FULL_LOOK_S = 0.1
+FULL_TOLD_S = 60.0
+"""How often the log is told of it at most."""
+SIGNALS_THAT_COUNT = 2
+"""One stops the daemon, one ends its grace."""
 
 
 def now() -> Timestamp:
@@ -85,7 +93,7 @@ async def serve(config: Config, *, until_eof: bool = False, disk: Disk | None = 
     """
     registry = fake_registry()
     async with Client(config) as client:
-        with ExitStack() as held, trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        with ExitStack() as held, _stop_signals() as signals:
             prepare_home(config.paths.home)
             held.enter_context(lock_home(config.paths.home))
             report = await _selftest(config, client, registry, signals, until_eof)
@@ -131,7 +139,7 @@ async def _selftest(
         log_event("selftest", check=check.name, state=check.state, message=check.message, remedy=check.remedy or None)
     if report.failed:
         failed = "\n".join(check.line() for check in report.checks if check.state == "fail")
-        raise StartError(message=f"the self-test failed:\n{failed}")
+        raise StartError(message="the self-test failed:", more=failed)
     return report
 
 
@@ -139,35 +147,82 @@ async def _accept(config: Config, service: TurnService, signals: AsyncIterator[i
     closing = Closing()
 
     async def connection(stream: trio.SocketStream) -> None:
-        await serve_connection(stream, config.channel, service.run, closing, os.geteuid())
+        try:
+            await serve_connection(stream, config.channel, service.run, closing, os.geteuid())
+        finally:
+            await trio.aclose_forcefully(stream)
 
     with ExitStack() as bound:
         passed = inherited_socket(os.environ)
         listening = passed or bound.enter_context(bound_socket(config.channel.socket))
         listener = trio.SocketListener(trio.socket.from_stdlib_socket(listening))
-        async with trio.open_nursery() as late:
-            async with trio.open_nursery() as connections:
-                async with trio.open_nursery() as accepting:
-                    accepting.start_soon(_stop_on_signal, signals, accepting.cancel_scope)
-                    if until_eof:
-                        accepting.start_soon(_stop_on_eof, accepting.cancel_scope)
-                    accepting.start_soon(
-                        partial(trio.serve_listeners, connection, [listener], handler_nursery=connections)
-                    )
-                    log_event("ready", socket=listening.getsockname(), pid=os.getpid())
-                    notify_systemd("READY=1", os.environ)
-                notify_systemd("STOPPING=1", os.environ)
-                bound.close()
-                closing.begin()
-                async with trio.open_nursery() as grace:
-                    grace.cancel_scope.deadline = trio.current_time() + config.channel.grace_s
-                    grace.start_soon(_stop_on_signal, signals, grace.cancel_scope)
-                    await closing.wait_no_turns()
-                    grace.cancel_scope.cancel()
-                closing.cancel_turns()
-                late.start_soon(_ignore_signals, signals)
-                connections.cancel_scope.deadline = trio.current_time() + AFTER_GRACE_S
-            late.cancel_scope.cancel()
+        async with trio.open_nursery() as connections:
+            async with trio.open_nursery() as accepting:
+                accepting.start_soon(_stop_on_signal, signals, accepting.cancel_scope)
+                if until_eof:
+                    accepting.start_soon(_stop_on_eof, accepting.cancel_scope)
+                accepting.start_soon(_accept_all, listener, connection, connections)
+                log_event("ready", socket=listening.getsockname(), pid=os.getpid())
+                notify_systemd("READY=1", os.environ)
+            notify_systemd("STOPPING=1", os.environ)
+            bound.close()
+            closing.begin()
+            async with trio.open_nursery() as grace:
+                grace.cancel_scope.deadline = trio.current_time() + config.channel.grace_s
+                grace.start_soon(_stop_on_signal, signals, grace.cancel_scope)
+                await closing.wait_no_turns()
+                grace.cancel_scope.cancel()
+            closing.cancel_turns()
+            connections.cancel_scope.deadline = trio.current_time() + AFTER_GRACE_S
+
+
+async def _accept_all(
+    listener: trio.SocketListener, serve: Callable[[trio.SocketStream], Awaitable[None]], connections: trio.Nursery
+) -> None:
+    """Serve every connection in a task of its own; go on accepting when there was no room for one.
+
+    `trio.serve_listeners` would do it, and log a traceback ten times a second while there is none.
+
+    Cancelled by: the accepting nursery; the listener is closed then.
+    """
+    told = -math.inf
+    async with listener:
+        while True:
+            try:
+                stream = await listener.accept()
+            except OSError as exc:
+                if exc.errno not in FULL_ERRNOS:
+                    raise
+                if trio.current_time() - told >= FULL_TOLD_S:
+                    told = trio.current_time()
+                    log_event("accept_waits", reason=exc.strerror)
+                await trio.sleep(FULL_LOOK_S)
+            else:
+                connections.start_soon(serve, stream)
+
+
+@contextmanager
+def _stop_signals() -> Iterator[AsyncIterator[int]]:
+    """SIGTERM and SIGINT as they come.
+
+    When the block is left the daemon has ended: those that nobody took, and those that come until the process is
+    gone, change nothing. (Trio's own receiver would deliver them again, and the status would be theirs.)
+    """
+    send, receive = trio.open_memory_channel[int](SIGNALS_THAT_COUNT)
+    token = trio.lowlevel.current_trio_token()
+
+    def note(number: int) -> None:
+        with suppress(trio.WouldBlock):
+            send.send_nowait(number)
+
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    for number in numbers:
+        signal.signal(number, lambda number, _: token.run_sync_soon(note, number))
+    try:
+        yield receive
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)
 
 
 async def _stop_on_signal(signals: AsyncIterator[int], scope: trio.CancelScope) -> None:
@@ -176,15 +231,6 @@ async def _stop_on_signal(signals: AsyncIterator[int], scope: trio.CancelScope) 
         log_event("stopping", signal=signal.Signals(number).name)
         scope.cancel()
         return
-
-
-async def _ignore_signals(signals: AsyncIterator[int]) -> None:
-    """Take the signals that come after the grace: one left in the queue would kill us at the very end.
-
-    Cancelled by: the end of the last connection.
-    """
-    async for _ in signals:
-        pass
 
 
 async def _stop_on_eof(scope: trio.CancelScope) -> None:

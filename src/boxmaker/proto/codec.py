@@ -228,7 +228,7 @@ def _array(converter: Converter, value: object, kind: Any) -> tuple[Any, ...]:
     return tuple(converter.structure(value, items))
 
 
-def refusal(exc: BaseException, path: str = "$") -> ValueRefused:
+def refusal(exc: BaseException, path: str) -> ValueRefused:
     """Turn what a converter raised into the first refusal that it holds."""
     above = path
     while isinstance(exc, BaseValidationError):

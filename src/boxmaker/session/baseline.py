@@ -9,7 +9,10 @@ Source: M2b section 2 "The baseline".
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
+import stat
 from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
@@ -20,6 +23,9 @@ from boxmaker.config import BaselineConfig
 from boxmaker.errors import StorageError
 from boxmaker.proto.chat import ToolSchema
 from boxmaker.proto.codec import Codec, strict_converter
+
+TEXT_MAX_BYTES = 1 << 20
+"""Of `system.md` and of `core.md`: far more than any token budget allows."""
 
 
 @frozen(kw_only=True)
@@ -77,7 +83,7 @@ def assemble_baseline(config: BaselineConfig, home: Path, tools: Iterable[ToolSc
 
 def _read_text(file: Path) -> str:
     try:
-        text = file.read_bytes().decode("utf-8")
+        text = _read_file(file).decode("utf-8")
     except FileNotFoundError:
         raise
     except OSError as exc:
@@ -87,3 +93,21 @@ def _read_text(file: Path) -> str:
     if "\x00" in text:
         raise StorageError(action="read", file=file, reason="holds a NUL character")
     return text
+
+
+def _read_file(file: Path) -> bytes:
+    """Read a file that the owner edits; a pipe or a device in its place would be waited for without end."""
+    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        found = os.fstat(fd)
+        if stat.S_ISDIR(found.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not stat.S_ISREG(found.st_mode):
+            raise StorageError(action="read", file=file, reason="is no file")
+        if found.st_size > TEXT_MAX_BYTES:
+            reason = f"has {found.st_size} bytes, allowed are {TEXT_MAX_BYTES}"
+            raise StorageError(action="read", file=file, reason=reason)
+        with open(fd, "rb", closefd=False) as opened:
+            return opened.read()
+    finally:
+        os.close(fd)  # `open` leaves that of a directory open

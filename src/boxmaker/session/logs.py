@@ -13,12 +13,20 @@ from pathlib import Path
 
 from attrs import frozen
 
-from boxmaker.errors import NoSuchSession, SessionDamaged, StorageError, ValueRefused
+from boxmaker.errors import NoSuchSession, SessionDamaged, StorageError, ValueRefused, printable
 from boxmaker.proto.ids import SessionId, parse_session_id
 from boxmaker.proto.records import LogRecord, User, decode_line
 from boxmaker.session.disk import NEW_PREFIX, sync_directory, write_new
 from boxmaker.session.replay import LogState, OutOfOrder
-from boxmaker.session.store import BASELINE_NAME, LOG_NAME, open_locked, read_baseline, split_log
+from boxmaker.session.store import (
+    BASELINE_NAME,
+    LOG_MAX_BYTES,
+    LOG_NAME,
+    check_size,
+    open_locked,
+    read_baseline,
+    split_log,
+)
 
 
 @frozen(kw_only=True)
@@ -31,7 +39,8 @@ class Finding:
     torn: bool = False
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}: {self.problem}" if self.line else f"{self.file}: {self.problem}"
+        where = f"{self.file}:{self.line}" if self.line else str(self.file)
+        return printable(f"{where}: {self.problem}")
 
     def error(self) -> SessionDamaged:
         """The same as an error, which says what to do."""
@@ -84,7 +93,7 @@ def read_log(sessions: Path, session: SessionId) -> bytes:
     """The bytes of a log.
 
     Raises:
-        NoSuchSession, SessionDamaged: there is none, or it is no file. StorageError: it cannot be read.
+        NoSuchSession: there is none. SessionDamaged: it is no file, or too large. StorageError: it cannot be read.
     """
     file = sessions / session / LOG_NAME
     if not os.path.lexists(sessions / session):
@@ -92,6 +101,7 @@ def read_log(sessions: Path, session: SessionId) -> bytes:
     if not file.is_file() or file.is_symlink():
         raise SessionDamaged(file=file, line=0, problem="is no log file")
     try:
+        check_size(file, file.stat().st_size, LOG_MAX_BYTES)
         return file.read_bytes()
     except OSError as exc:
         raise StorageError(action="read", file=file, reason=exc.strerror or str(exc)) from exc
@@ -167,7 +177,7 @@ def summarize(sessions: Path, session: SessionId) -> Summary:
         turns = len(users)
         first_words = next((words for content in users if (words := " ".join(content.split()))), "")
     except OSError as exc:
-        damaged = f"{file}: {exc.strerror}"
+        damaged = printable(f"{file}: {exc.strerror}")
     except (NoSuchSession, SessionDamaged, StorageError) as exc:
         damaged = str(exc)
     return Summary(session=session, last_s=last_s, turns=turns, first_words=first_words, damaged=damaged)

@@ -38,13 +38,16 @@ from boxmaker.proto.ids import SessionId
 from boxmaker.proto.records import LogRecord, SessionStart, decode_line, encode_line
 from boxmaker.proto.time import Timestamp
 from boxmaker.session.baseline import BASELINE, Baseline, baseline_hash, encode_baseline
-from boxmaker.session.disk import Disk, append_durably, create_directory
+from boxmaker.session.disk import Disk, append_durably, create_directory, sync_directory
 from boxmaker.session.replay import LogState, OutOfOrder
 
 LOG_NAME = "0.jsonl"
 BASELINE_NAME = "0.baseline.json"
 NO_FILE = frozenset({errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO})
 """Nothing is there, or something that is no file: damage. Any other failure to open is the disk's."""
+LOG_MAX_BYTES = 1 << 30
+"""No server's context holds what such a log says; reading it whole could take the daemon's memory, and all sessions."""
+BASELINE_MAX_BYTES = 16 << 20
 _STATE_BYTES = 4096
 """What a kept session costs besides its request bytes, roughly."""
 
@@ -247,6 +250,7 @@ class Store:
                 ):
                     return fd, kept
                 state, baseline, found = read_session(self.directory, session, fd)
+                self._sync_names(session)
                 encoder = RequestEncoder(tools=baseline.tools, fixed=self._fixed, alternate=alternate)
                 encoder.add(chat.System(content=baseline.system))
                 for message in found:
@@ -257,6 +261,13 @@ class Store:
                 raise
 
         return await self._disk.run(open_log)
+
+    def _sync_names(self, session: SessionId) -> None:
+        """Make the log's name durable: a repair may have put the log there and been killed before it synced."""
+        try:
+            sync_directory(self.directory / session)
+        except OSError as exc:
+            raise StorageError(action="open", file=self._log(session), reason=exc.strerror or str(exc)) from exc
 
     def _keep(self, session: SessionId, known: _Known) -> None:
         """Remember the session just used; forget the least recently used ones beyond the limit."""
@@ -317,7 +328,7 @@ def read_session(sessions: Path, session: SessionId, fd: int) -> tuple[LogState,
     file = sessions / session / LOG_NAME
     state = LogState(session)
     found: list[chat.ChatMessage] = []
-    for line_number, line in split_log(file, _read_all(file, fd)):
+    for line_number, line in split_log(file, _read_all(file, fd, LOG_MAX_BYTES)):
         try:
             message = state.apply(decode_line(line))
         except (ValueRefused, OutOfOrder) as exc:
@@ -346,9 +357,16 @@ def split_log(file: Path, raw: bytes) -> Iterator[tuple[int, bytes]]:
         )
 
 
-def _read_all(file: Path, fd: int) -> bytes:
+def check_size(file: Path, size_bytes: int, most_bytes: int) -> None:
+    """Refuse a file that is larger than any that we write; raises SessionDamaged."""
+    if size_bytes > most_bytes:
+        raise SessionDamaged(file=file, line=0, problem=f"has {size_bytes} bytes, allowed are {most_bytes}")
+
+
+def _read_all(file: Path, fd: int, most_bytes: int) -> bytes:
     try:
         size = os.fstat(fd).st_size
+        check_size(file, size, most_bytes)
         raw = b""
         while len(raw) < size:
             piece = os.pread(fd, size - len(raw), len(raw))
@@ -375,7 +393,7 @@ def read_baseline(file: Path, expected_hash: str) -> Baseline:
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise SessionDamaged(file=file, line=0, problem="is no baseline file")
-        raw = _read_all(file, fd)
+        raw = _read_all(file, fd, BASELINE_MAX_BYTES)
     finally:
         os.close(fd)
     if baseline_hash(raw) != expected_hash:

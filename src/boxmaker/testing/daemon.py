@@ -5,6 +5,7 @@ The disk is an InlineDisk, so the autojump clock may be used. Connections are so
 
 from __future__ import annotations
 
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -60,9 +61,14 @@ class Daemon:
     nursery: trio.Nursery
     closing: Closing = field(factory=Closing)
 
-    async def connect(self) -> trio.SocketStream:
-        """A raw connection; the test's end of it."""
+    async def connect(self, *, send_buffer_bytes: int | None = None) -> trio.SocketStream:
+        """A raw connection; the test's end of it.
+
+        `send_buffer_bytes`: what the kernel is asked to hold of the daemon's frames; it has a least of its own.
+        """
         ours, theirs = trio.socket.socketpair()
+        if send_buffer_bytes is not None:
+            theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
         service = TurnService(self.rt, self.store)
         self.nursery.start_soon(
             serve_connection, trio.SocketStream(theirs), self.config.channel, service.run, self.closing

@@ -3,9 +3,14 @@
 The server generates with its real tokenizer, slots, cache and timings; only the choice of tokens is
 ours. It takes `tool_choice: "none"` with a grammar while it still renders the tools, and a grammar
 may list token ids. The ids are those that the server's own tokenizer gives for the rendered prompt with
-the wanted text behind it, so what is generated is what will be read again. (Keep replies to characters
-that are whole tokens, ASCII for one: inside a split character such a grammar is not exact.) Text in the demo
+the wanted text behind it, so what is generated is what will be read again. Text in the demo
 template's form is turned into reasoning, content and tool-call deltas, as the server's own parser would.
+
+Laws:
+* Only deltas and the finish reason after calls are ours; every other event passes byte for byte.
+* What the real server refuses is refused in its own words, and the reply waits for the next completion.
+* A reply that cannot be forced is answered with status 599, which no client tries again: one with a character that
+  is no whole token (inside it such a grammar is not exact), or whose first token grows into the prompt.
 
 Source: design.md section 11.
 """
@@ -14,16 +19,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any
 
 import h11
 import trio
 from attrs import define, field, frozen
 
-from boxmaker.testing.server import CHAT_PATH, Received, read_request
-
-SSE_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
+from boxmaker.testing.server import (
+    CHAT_PATH,
+    STREAM_HEAD,
+    Received,
+    error_response,
+    http_response,
+    read_request,
+)
 
 
 @frozen(kw_only=True)
@@ -97,20 +107,23 @@ class ForcedServer:
         return f"http://127.0.0.1:{self.port}"
 
     async def ask(self, path: str, body: Any) -> Any:
-        """Ask the real server something that is no stream."""
+        """Ask the real server something that is no stream; its answer, of whatever status."""
         async with await trio.open_tcp_stream(self.host, self.upstream_port) as server:
             async with aclosing(_exchange(server, "POST", path, json.dumps(body).encode())) as pieces:
-                raw = b"".join([piece async for piece in pieces])
+                raw = b"".join([piece async for piece in pieces if isinstance(piece, bytes)])
         return json.loads(raw)
 
     async def tokenize(self, text: str) -> list[int]:
         """Token ids of a text, special tokens recognised."""
-        answer = await self.ask("/tokenize", {"content": text, "add_special": True, "parse_special": True})
-        tokens: list[int] = answer["tokens"]
+        return [token["id"] for token in await self._tokens(text)]
+
+    async def _tokens(self, text: str) -> list[dict[str, Any]]:
+        body = {"content": text, "add_special": True, "parse_special": True, "with_pieces": True}
+        tokens: list[dict[str, Any]] = (await self.ask("/tokenize", body))["tokens"]
         return tokens
 
     async def serve(self, stream: trio.SocketStream) -> None:
-        """Serve one connection; when the client goes, so does the connection to the server."""
+        """Serve one connection; when one side goes, so does the connection to the other."""
         async with stream:
             request = await read_request(stream)
             if request is None:
@@ -119,12 +132,11 @@ class ForcedServer:
                 both.start_soon(_until_gone, stream, both.cancel_scope)
                 if request.path == CHAT_PATH:
                     self.completions.append(request)
-                if request.path == CHAT_PATH and self.replies:
-                    await self._force(self.replies.pop(0), request, stream, server)
-                else:
-                    await server.send_all(request.raw())
-                    while piece := await server.receive_some(65536):
-                        await stream.send_all(piece)
+                with suppress(trio.BrokenResourceError, h11.RemoteProtocolError):  # one side has gone
+                    if request.path == CHAT_PATH and self.replies:
+                        await self._force(self.replies.pop(0), request, stream, server)
+                    else:
+                        await _pass_on(request, stream, server)
                 both.cancel_scope.cancel()
 
     async def _force(
@@ -132,23 +144,38 @@ class ForcedServer:
     ) -> None:
         body = request.json()
         rendered = {key: body[key] for key in ("messages", "tools", "chat_template_kwargs") if key in body}
-        prompt = (await self.ask("/apply-template", rendered))["prompt"]
+        prompt = (await self.ask("/apply-template", rendered)).get("prompt")
+        if prompt is None:  # it says why when it is asked for the completion itself
+            self.replies.insert(0, reply)
+            await _pass_on(request, stream, server)
+            return
         text, parts = segments(reply)
         prompt_tokens = await self.tokenize(prompt)
-        whole = await self.tokenize(prompt + text)
-        assert whole[: len(prompt_tokens)] == prompt_tokens, "the reply's first token grows into the prompt's last"
-        wanted = whole[len(prompt_tokens) :]
-        self.forced.append(Forced(prompt_tokens=prompt_tokens, reply_tokens=wanted))
+        whole = await self._tokens(prompt + text)
+        wanted = [token["id"] for token in whole[len(prompt_tokens) :]]
+        problem = _problem(prompt_tokens, whole)
+        if problem:
+            await stream.send_all(error_response(599, f"this reply cannot be forced: {problem}"))
+            return
         body |= {"tool_choice": "none", "reasoning_format": "none", "temperature": 0}
         body["grammar"] = "root ::= " + (" ".join(f"<[{token}]>" for token in wanted) or '""')
-        await stream.send_all(SSE_HEAD)
         translator = _Translator(text, parts, bool(reply.calls), self)
         buffer = b""
         async with aclosing(_exchange(server, "POST", CHAT_PATH, json.dumps(body).encode())) as pieces:
             async for piece in pieces:
+                if isinstance(piece, h11.Response):
+                    if piece.status_code != 200:
+                        self.replies.insert(0, reply)
+                        refusal = b"".join([rest async for rest in pieces if isinstance(rest, bytes)])
+                        await stream.send_all(http_response(piece.status_code, refusal))
+                        return
+                    self.forced.append(Forced(prompt_tokens=prompt_tokens, reply_tokens=wanted))
+                    await stream.send_all(STREAM_HEAD)
+                    continue
                 *events, buffer = (buffer + piece).split(b"\n\n")
                 for event in events:
                     await stream.send_all(translator.translate(event + b"\n\n"))
+        await stream.send_all(buffer)
 
     def next_call_id(self) -> str:
         """An id as the server makes them, but the same in each run."""
@@ -175,11 +202,13 @@ class _Translator:
         if not chunk.get("choices"):
             return event
         choice = chunk["choices"][0]
-        if choice.get("finish_reason") == "stop" and self._has_calls:
-            choice["finish_reason"] = "tool_calls"
+        if choice.get("finish_reason") == "stop":
+            assert self._seen == len(self._text), "the server stopped before it had said what it was forced to"
+            if self._has_calls:
+                return _event(chunk | {"choices": [choice | {"finish_reason": "tool_calls"}]})
         content = choice["delta"].get("content")
         if not content:
-            return _event(chunk)
+            return event
         deltas = self._deltas(content)
         return b"".join(_event(chunk | {"choices": [choice | {"delta": delta}]}) for delta in deltas)
 
@@ -208,8 +237,27 @@ def _event(chunk: Any) -> bytes:
     return b"data: " + json.dumps(chunk, ensure_ascii=False).encode() + b"\n\n"
 
 
-async def _exchange(server: trio.SocketStream, method: str, path: str, body: bytes) -> AsyncGenerator[bytes, None]:
-    """Send a request, give the pieces of the answer's body; read it to the end."""
+def _problem(prompt_tokens: list[int], whole: list[dict[str, Any]]) -> str | None:
+    """Why the tokens behind the prompt cannot be forced, if they cannot."""
+    if [token["id"] for token in whole[: len(prompt_tokens)]] != prompt_tokens:
+        return "its first token grows into the prompt's last"
+    for token in whole[len(prompt_tokens) :]:
+        if not isinstance(token["piece"], str):  # bytes, because they are not UTF-8 by themselves
+            return f"the bytes {bytes(token['piece']).hex(' ')} are a token and no whole characters"
+    return None
+
+
+async def _pass_on(request: Received, stream: trio.SocketStream, server: trio.SocketStream) -> None:
+    """Send a request to the real server as it is, and its answer back as it is."""
+    await server.send_all(request.raw())
+    while piece := await server.receive_some(65536):
+        await stream.send_all(piece)
+
+
+async def _exchange(
+    server: trio.SocketStream, method: str, path: str, body: bytes
+) -> AsyncGenerator[bytes | h11.Response, None]:
+    """Send a request, give the head of the answer, then the pieces of its body; read it to the end."""
     connection = h11.Connection(h11.CLIENT)
     headers = [
         ("Host", "llama-server"),
@@ -224,6 +272,8 @@ async def _exchange(server: trio.SocketStream, method: str, path: str, body: byt
         event = connection.next_event()
         if event is h11.NEED_DATA:
             connection.receive_data(await server.receive_some(65536))
+        elif isinstance(event, h11.Response):
+            yield event
         elif isinstance(event, h11.Data):
             yield bytes(event.data)
         elif isinstance(event, h11.EndOfMessage | h11.ConnectionClosed):

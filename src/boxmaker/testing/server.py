@@ -200,6 +200,7 @@ class ScriptedServer:
     )
     input_tokens: Any = field(factory=lambda: {"input_tokens": 100, "object": "response.input_tokens"})
     tokenize: Any = field(factory=lambda: {"tokens": [1, 2, 3]})
+    """A JSON value, or a function of the request's, as `apply_template`."""
     refuse_history: Callable[[list[Any]], bytes | None] | None = None
     on_slots: Callable[[], Awaitable[None]] | None = None
     """Called before each answer of `/slots`: a place to wait, or to change what it says."""
@@ -257,9 +258,6 @@ class ScriptedServer:
             return
         if request.path == "/slots" and self.on_slots is not None:
             await self.on_slots()
-        if request.path == "/apply-template" and callable(self.apply_template):
-            await stream.send_all(self.apply_template(request.json()))
-            return
         known: dict[str, Any] = {
             "/slots": self.slots,
             "/props": self.props,
@@ -268,6 +266,8 @@ class ScriptedServer:
             "/tokenize": self.tokenize,
         }
         value = known.get(request.path, error_response(404, "File Not Found", "not_found_error"))
+        if callable(value):
+            value = value(request.json())
         await stream.send_all(value if isinstance(value, bytes) else json_response(200, value))
 
     async def _play(self, script: Script, request: Received, stream: trio.SocketStream) -> None:

@@ -60,7 +60,7 @@ def dispatch(registry: Registry, name: str, arguments: str) -> Dispatched:
     try:
         parsed = parse_arguments(arguments)
     except ValueRefused as exc:
-        return _unparsed(str(exc) if exc.path != "$" else exc.problem)
+        return _unparsed(exc.problem)
     if name == FIND_TOOL:
         query = parsed.get("query")
         if query is not None and type(query) is not str:
@@ -77,7 +77,7 @@ def _call_tool(registry: Registry, name: object, inner: object) -> Dispatched:
     name = name.strip()
     if not registry.is_callable(name):
         return Local(text=_unknown_inner(registry, name))
-    if inner is None or inner == "":
+    if inner is None:
         return Port(tool=name, arguments="{}")
     if type(inner) is dict:
         return Port(tool=name, arguments=object_text(inner))
@@ -116,8 +116,9 @@ def cap_result(text: str, cap_bytes: int) -> tuple[str, bool]:
 
     `[truncated]` follows a cut with nothing between, outside the cap. Says whether it was cut.
     """
-    text = clean_text(text)
-    raw = text[: cap_bytes + 1].encode("utf-8")  # a character has at least one byte
+    # Only the front is worked on: a character has at least one byte, and each half of a pair two.
+    text = clean_text(text[: cap_bytes + 1])
+    raw = text.encode("utf-8")
     if len(raw) <= cap_bytes:
         return text, False
     return raw[:cap_bytes].decode("utf-8", "ignore") + "[truncated]", True

@@ -73,7 +73,7 @@ async def embedded_server(log: Path) -> AsyncIterator[str]:
         while not said.endswith(b"\n"):
             piece = await process.stdout.receive_some(4096)
             if not piece:
-                raise StartError(message=f"the embedded server did not start; {end_of(log)}")
+                raise StartError(message="the embedded server did not start", more=end_of(log))
             said += piece
         yield said.decode("ascii").strip()
     finally:

@@ -75,7 +75,7 @@ class Programs:
             with trio.move_on_after(STOP_S):
                 status = await process.wait()
             if status != 0:
-                raise StartError(message=f"loopd ended with {status} after SIGTERM; {end_of(log)}")
+                raise StartError(message=f"loopd ended with {status} after SIGTERM", more=end_of(log))
         finally:
             await end(process)
 
@@ -88,7 +88,7 @@ class Programs:
                 continue
             await stream.aclose()
             return
-        raise StartError(message=f"loopd did not start; {end_of(log)}")
+        raise StartError(message="loopd did not start", more=end_of(log))
 
     def chat_command(self, text: str) -> list[str]:
         """The command of one turn; the first one finds no session and makes it."""
