@@ -1,4 +1,7 @@
-"""A naive mender of histories, from the design's six rules; shares no code with the one that is used."""
+"""An independent reader: from a log's bytes to the body that its next request must have.
+
+It mends histories by the design's six rules, each time from the whole list, and shares no code with what is used.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,41 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from boxmaker.proto.chat import Assistant, ChatMessage, System, Tool, User
+from boxmaker.proto.chat import Assistant, ChatMessage, System, Tool, ToolCall, User
+
+
+def naive_body(baseline: bytes, log: bytes, tail: str, alternate: bool) -> bytes:
+    """The whole body of the request that a log stands for; `tail` is what follows `tools`."""
+    return b'{"messages":[' + naive_messages(naive_history(baseline, log), alternate) + naive_rest(baseline, tail)
+
+
+def naive_rest(baseline: bytes, tail: str) -> bytes:
+    """A body from the `]` that closes its messages."""
+    tools = [{"type": "function", "function": tool} for tool in json.loads(baseline)["tools"]]
+    return f'],"tools":{json.dumps(tools, ensure_ascii=False, separators=(",", ":"))},{tail}'.encode()
+
+
+def naive_history(baseline: bytes, log: bytes) -> list[ChatMessage]:
+    """The messages that a log stands for, as M2b's section "Replay" says."""
+    history: list[ChatMessage] = [System(content=json.loads(baseline)["system"])]
+    for record in naive_records(log):
+        match record["type"]:
+            case "user":
+                history.append(User(content=record["content"]))
+            case "assistant":
+                calls = tuple(ToolCall(**call) for call in record["tool_calls"])
+                thought = record["reasoning_content"]
+                history.append(Assistant(content=record["content"], reasoning_content=thought, tool_calls=calls))
+            case "tool_result":
+                history.append(Tool(tool_call_id=record["tool_call_id"], content=record["content"]))
+    return history
+
+
+def naive_records(log: bytes) -> list[dict[str, Any]]:
+    """The records of a log, each as its JSON object; the log ends with LF."""
+    *lines, rest = log.split(b"\n")
+    assert rest == b"", "the log ends with LF"
+    return [json.loads(line.decode("utf-8")) for line in lines]
 
 
 def naive_messages(messages: Sequence[ChatMessage], alternate: bool) -> bytes:

@@ -31,7 +31,7 @@ pytestmark = [
 ]
 
 CONFIG = "[loop]\ntool_result_cap = 1024\n[request]\nmax_tokens = 400\n"
-LIMIT_S = 240
+LIMIT_S = 280
 
 
 def say(content: str, reasoning: str = "") -> ForcedReply:
