@@ -285,6 +285,16 @@ def test_results_out_of_order_answer_their_own_calls() -> None:
     assert sent_answers(*messages) == [("c00000001", "2"), ("a", "1"), ("c00000002", "3")]
 
 
+def test_only_line_ends_are_taken_off_before_a_call() -> None:
+    (made,) = sent(said("XX\n", call("a", "clock", "{}")))
+    assert made["content"] == "XX"
+
+
+def test_a_refusal_says_where_and_why() -> None:
+    with pytest.raises(ValueRefused, match=r"^\$: .*lone surrogate"):
+        RequestEncoder(tools=[], fixed={}, alternate=False).add(User(content="\ud83d"))
+
+
 @pytest.mark.parametrize("arguments", ["", " ", "\n\t\r", "\u3000"])
 def test_blank_arguments_become_an_empty_object(arguments: str) -> None:
     assert sent_calls(said(None, call("a", "clock", arguments))) == [("a", "clock", "{}")]

@@ -229,3 +229,11 @@ def test_the_text_of_an_object_is_compact_and_free_of_nul(key: str, text: str) -
 
 def test_the_text_of_an_object_keeps_the_order_of_its_keys() -> None:
     assert object_text({"b": [1, {"z": "é", "a\x00": None}], "a": 1.5}) == '{"b":[1,{"z":"é","a\ufffd":null}],"a":1.5}'
+
+
+def test_depth_is_counted_level_by_level() -> None:
+    deepest = '{"a":' + "[" * 98 + "[],[]" + "]" * 98 + "}"  # 1 + 98 + 1 levels, of 101 brackets
+    assert list(parse_arguments(deepest)) == ["a"]
+    closed_between = '{"a":' + "[" * 60 + "[]," * 20 + "[" * 45 + "]" * 105 + "}"  # 1 + 60 + 45 levels
+    with pytest.raises(ValueRefused, match="nested over 100 deep"):
+        parse_arguments(closed_between)

@@ -433,7 +433,7 @@ def test_text_that_is_no_json_is_refused(text: bytes, problem: str) -> None:
     assert caught.value.problem.startswith(problem)
 
 
-@pytest.mark.parametrize("value", [0, -0, 2**53 + 1, -(2**63), 2**64 + 1, 10**30, 10**308, -(10**308)])
+@pytest.mark.parametrize("value", [0, -0, 2**53 + 1, -(2**63), 2**64 + 1, 10**30, 10**308, LARGEST, -LARGEST])
 def test_integers_keep_every_digit(value: int) -> None:
     assert loads(str(value)) == value
     assert type(loads(str(value))) is int
@@ -471,7 +471,7 @@ def test_nothing_is_escaped_that_need_not_be() -> None:
 
 @pytest.mark.parametrize("value", ["\ud800", {"\udfff": 1}, [["a", {"b": "\udc00\ud800"}]]])
 def test_a_lone_surrogate_is_not_written(value: object) -> None:
-    with pytest.raises(ValueRefused, match="lone surrogate"):
+    with pytest.raises(ValueRefused, match=r"^\$: .*lone surrogate"):
         dumps(value)
 
 
@@ -484,7 +484,7 @@ def nested(depth: int) -> object:
 
 @pytest.mark.parametrize("value", [math.nan, [math.inf], {"a": -math.inf}, {1, 2}, b"a", object(), nested(100_000)])
 def test_what_json_does_not_have_is_not_written(value: object) -> None:
-    with pytest.raises(ValueRefused):
+    with pytest.raises(ValueRefused, match=r"^\$: (not JSON: |nested too deep)"):
         dumps(value)
 
 

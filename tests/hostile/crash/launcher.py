@@ -23,6 +23,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Literal, NoReturn
 
+import httpcore  # noqa: F401  # the same; httpx imports it when it is used
 import trio
 import trio.testing
 from attrs import frozen
