@@ -42,6 +42,7 @@ from boxmaker.testing.server import (
     reply,
     scripted_server,
 )
+from tests.frames import rest, taken_apart
 
 LIMIT_S = 500
 """Virtual seconds: no test comes near it unless something hangs."""
@@ -68,18 +69,8 @@ def body(**keys: object) -> bytes:
 
 async def answers(stream: trio.SocketStream) -> list[Any]:
     """Every frame until the connection ends, taken apart by hand; closes our end then."""
-    raw = b""
     async with stream:
-        with suppress(trio.BrokenResourceError):  # a reset comes after the answer to what was not read
-            async for data in stream:
-                raw += data
-    found = []
-    while raw:
-        length = int.from_bytes(raw[:4], "big")
-        assert len(raw) >= 4 + length, "the connection ends between frames"
-        found.append(json.loads(raw[4 : 4 + length]))
-        raw = raw[4 + length :]
-    return found
+        return taken_apart(await rest(stream))
 
 
 async def say(daemon: Daemon, raw: bytes) -> list[Any]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import re
 import signal
 import socket
 import subprocess
@@ -40,7 +38,8 @@ from boxmaker.testing.server import (
     reply,
     scripted_server,
 )
-from tests.loopd.daemon_process import LoopdProcess, loopd_serve, write_config
+from tests.frames import rest, taken_apart
+from tests.loopd.daemon_process import LoopdProcess, loopd_serve, open_files, resident_mib, write_config
 
 LIMIT_S = 100_000
 """Virtual seconds: no test comes near it unless something hangs."""
@@ -55,17 +54,6 @@ def request(session: str = "s", content: str = "hi", *, resume: bool = True, **m
     return len(payload).to_bytes(4, "big") + payload
 
 
-def taken_apart(raw: bytes) -> list[Any]:
-    """The frames of whole answers."""
-    found = []
-    while raw:
-        length = int.from_bytes(raw[:4], "big")
-        assert len(raw) >= 4 + length, "the connection ended between two frames"
-        found.append(json.loads(raw[4 : 4 + length]))
-        raw = raw[4 + length :]
-    return found
-
-
 async def read_bytes(stream: trio.SocketStream, count: int) -> bytes:
     """Exactly that many bytes."""
     raw = b""
@@ -73,15 +61,6 @@ async def read_bytes(stream: trio.SocketStream, count: int) -> bytes:
         data = await stream.receive_some(count - len(raw))
         assert data, raw
         raw += data
-    return raw
-
-
-async def rest(stream: trio.SocketStream) -> bytes:
-    """What comes until the connection ends."""
-    raw = b""
-    with suppress(trio.BrokenResourceError):  # a reset comes behind the answer to what was not read
-        async for data in stream:
-            raw += data
     return raw
 
 
@@ -298,16 +277,6 @@ async def test_a_bxctl_that_is_stopped_gets_its_answer_later_if_it_fits_and_is_c
 
 
 # -- many at once --------------------------------------------------------------------------------
-
-
-def resident_mib(pid: int) -> float:
-    found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-    assert found
-    return int(found[1]) / 1024
-
-
-def open_files(pid: int) -> int:
-    return len(os.listdir(f"/proc/{pid}/fd"))
 
 
 async def until_files(pid: int, count: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -103,3 +104,13 @@ async def loopd(*arguments: str, environ: Mapping[str, str] | None = None) -> su
         return await trio.run_process(
             command, capture_stdout=True, capture_stderr=True, check=False, env={**os.environ, **(environ or {})}
         )
+
+
+def resident_mib(pid: int) -> float:
+    found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    assert found
+    return int(found[1]) / 1024
+
+
+def open_files(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))

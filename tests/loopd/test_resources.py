@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 import signal
 import sys
 import tempfile
@@ -19,6 +17,7 @@ from boxmaker.proto.channel import Turn
 from boxmaker.proto.ids import SessionId
 from boxmaker.testing.daemon import make_config
 from boxmaker.testing.server import reply, scripted_server
+from tests.loopd.daemon_process import open_files, resident_mib
 
 pytestmark = pytest.mark.real
 IDLE_MIB = 60
@@ -29,16 +28,6 @@ TURNS = 60
 def short_dir() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="bx") as name:
         yield Path(name)
-
-
-def resident_mib(pid: int) -> float:
-    found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-    assert found
-    return int(found[1]) / 1024
-
-
-def open_files(pid: int) -> int:
-    return len(os.listdir(f"/proc/{pid}/fd"))
 
 
 async def run_turn(config: Config, session: str, resume: bool) -> None:
