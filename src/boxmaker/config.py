@@ -80,7 +80,11 @@ def _shown(value: object) -> str:
         text = repr(value)
     except (ValueError, RecursionError):  # thousands of digits, or of levels
         return "a value too large to show"
-    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 1] + "…"
+    return _clipped(text, SHOWN_CHARACTERS)
+
+
+def _clipped(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def _shown_key(key: str) -> str:
@@ -90,8 +94,7 @@ def _shown_key(key: str) -> str:
 
 def _shown_path(path: Path) -> str:
     """Name a path that cannot be: longer ones than a file system takes are cut."""
-    text = str(path)
-    return text if len(text) <= SHOWN_PATH_CHARACTERS else text[: SHOWN_PATH_CHARACTERS - 1] + "…"
+    return _clipped(str(path), SHOWN_PATH_CHARACTERS)
 
 
 def _line(file: Path, problem: str) -> str:
@@ -353,10 +356,8 @@ class _Reader:
         home = self._resolve(home) if home else Path(environ.get("BOXMAKER_HOME") or DEFAULT_HOME).absolute()
         socket = tables["channel"].get("socket")
         tables["channel"]["socket"] = self._resolve(socket) if socket else socket_path(home)
-        size_bytes = len(os.fsencode(tables["channel"]["socket"]))
-        if size_bytes > SOCKET_PATH_MAX_BYTES:
-            where = f"{_shown_path(tables['channel']['socket'])} has {size_bytes} bytes"
-            self._say("[channel] socket", f"{where}, allowed are {SOCKET_PATH_MAX_BYTES}; set it to a shorter path")
+        if too_long := _too_long(tables["channel"]["socket"]):
+            self._say("[channel] socket", f"{too_long}; set it to a shorter path")
             raise ConfigError(problems=tuple(self._problems))
         tables["paths"]["home"] = home
         tables["server"]["api_key"] = key
@@ -455,6 +456,14 @@ def socket_path(home: Path) -> Path:
     return home / "run" / "loop" / "loop.sock"
 
 
+def _too_long(socket: Path) -> str | None:
+    """Say that a path has more bytes than a socket's may have, or None."""
+    size_bytes = len(os.fsencode(socket))
+    if size_bytes <= SOCKET_PATH_MAX_BYTES:
+        return None
+    return f"{_shown_path(socket)} has {size_bytes} bytes, allowed are {SOCKET_PATH_MAX_BYTES}"
+
+
 def at_home(config: Config, home: Path) -> Config:
     """The same configuration on another home, with the socket in its usual place there.
 
@@ -463,10 +472,7 @@ def at_home(config: Config, home: Path) -> Config:
     """
     home = home.absolute()
     socket = socket_path(home)
-    size_bytes = len(os.fsencode(socket))
-    if size_bytes > SOCKET_PATH_MAX_BYTES:
-        where = f"home: {_shown_path(socket)} has {size_bytes} bytes"
-        problem = f"{where}, allowed are {SOCKET_PATH_MAX_BYTES}; take a shorter path"
-        raise ConfigError(problems=(_line(config.file, problem),))
+    if too_long := _too_long(socket):
+        raise ConfigError(problems=(_line(config.file, f"home: {too_long}; take a shorter path"),))
     paths = attrs.evolve(config.paths, home=home)
     return attrs.evolve(config, paths=paths, channel=attrs.evolve(config.channel, socket=socket))

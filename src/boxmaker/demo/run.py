@@ -73,7 +73,7 @@ def run_demo(environ: Mapping[str, str], say: str | None) -> int:
             socket_file = socket_directory(environ, state) / SOCKET_NAME
             os.ftruncate(lock, 0)
             os.pwrite(lock, os.fsencode(socket_file), 0)  # for a second demo, whose environment may be another
-            url = running.enter_context(_server(state / "server.log"))
+            url = running.enter_context(embedded_server(state / "server.log"))
             config = state / "config.toml"
             config.write_text(demo_config(url, socket_file, state / "home"), "utf-8")
             loopd = running.enter_context(_daemon(config, state / "loopd.log"))
@@ -169,7 +169,12 @@ def _child(command: list[str], log: Path, stdout: int | None) -> Iterator[subpro
 
 
 @contextmanager
-def _server(log: Path) -> Iterator[str]:
+def embedded_server(log: Path) -> Iterator[str]:
+    """Run the embedded server while the block lasts; gives its address.
+
+    Raises:
+        StartError: it did not start; the end of its log is told.
+    """
     with _child([sys.executable, "-m", "boxmaker.demo.server"], log, subprocess.PIPE) as child:
         assert child.stdout is not None
         url = child.stdout.readline().decode("utf-8").strip()

@@ -374,18 +374,7 @@ class _Try:
             self._wait("prefill", self._timeouts.prefill_s)
 
     async def _stream(self, response: httpx.Response) -> None:
-        plain = _Plain(response)
-        chunks = response.aiter_raw()
-        try:
-            async for chunk in chunks:
-                for piece in plain.feed(chunk):
-                    await self._take(piece)
-                    if self._enough():
-                        break
-                if self._enough():
-                    break
-        finally:
-            await _leave(chunks)
+        await _each_piece(response, self._take)
         if self._decoder.foreign is not None:
             raise _foreign(self._decoder.foreign, response.headers.get("content-type", ""))
         events: list[ChatEvent] = []
@@ -399,10 +388,8 @@ class _Try:
             await self._emit(events)
         self._assembler.eof()
 
-    def _enough(self) -> bool:
-        return self._assembler.done or self._assembler.over_cap or self._decoder.full
-
-    async def _take(self, chunk: bytes) -> None:
+    async def _take(self, chunk: bytes) -> bool:
+        """Take a piece of the body; say whether nothing more of it is wanted."""
         assembler = self._assembler
         events: list[ChatEvent] = []
         failure: InferenceError | None = None
@@ -429,6 +416,7 @@ class _Try:
             self._scope.deadline = trio.current_time() + left
         if failure is not None:
             raise failure
+        return assembler.done or assembler.over_cap or self._decoder.full
 
     async def _refusal(self, response: httpx.Response) -> InferenceError:
         self._scope.deadline = float("inf")
@@ -493,19 +481,28 @@ class _Plain:
 
 async def _read(response: httpx.Response, raw: bytearray, limit_bytes: int) -> None:
     """Read a body to its end or to the limit; `raw` has what came of it whatever ends it."""
+
+    async def take(piece: bytes) -> bool:
+        raw.extend(piece)
+        return len(raw) >= limit_bytes
+
+    try:
+        await _each_piece(response, take)
+    finally:
+        del raw[limit_bytes:]
+
+
+async def _each_piece(response: httpx.Response, take: Callable[[bytes], Awaitable[bool]]) -> None:
+    """Give a body's pieces, decompressed, until it ends or `take` says that it has enough."""
     plain = _Plain(response)
     chunks = response.aiter_raw()
     try:
         async for chunk in chunks:
             for piece in plain.feed(chunk):
-                raw += piece
-                if len(raw) >= limit_bytes:
-                    break
-            if len(raw) >= limit_bytes:
-                break
+                if await take(piece):
+                    return
     finally:
         await _leave(chunks)
-        del raw[limit_bytes:]
 
 
 async def _leave(chunks: AsyncIterator[bytes]) -> None:

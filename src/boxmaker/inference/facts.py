@@ -14,6 +14,7 @@ import trio
 from boxmaker.config import Config
 from boxmaker.errors import InferenceError
 from boxmaker.inference.client import Answer, Client
+from boxmaker.inference.completion import MAX_TOKENS
 from boxmaker.inference.request import HistoryMender, chat_template_kwargs, tool_objects
 from boxmaker.log import log_event
 from boxmaker.proto.chat import Assistant, ChatMessage, System, Tool, ToolCall, ToolSchema, User
@@ -106,17 +107,21 @@ async def find_alternate(client: Client, config: Config, tools: Sequence[ToolSch
 
 def _log_limits(props: Answer, slot: int) -> None:
     """Tell the log what a server says of its limits; a slot that it does not have is said apart: it would wrap."""
-    value: dict[str, Any] = props.value if props.status == 200 and isinstance(props.value, dict) else {}
-    settings = value.get("default_generation_settings")
-    n_ctx = _limit(settings.get("n_ctx")) if isinstance(settings, dict) else None
-    total = _limit(value.get("total_slots"))
+    n_ctx, total = limits_of(props.value if props.status == 200 and isinstance(props.value, dict) else {})
     log_event("facts_refreshed", props=props.status, total_slots=total, n_ctx=n_ctx)
     if total is not None and slot >= total:
         log_event("slot_missing", slot=slot, total_slots=total)
 
 
+def limits_of(props: dict[str, Any]) -> tuple[int | None, int | None]:
+    """A slot's `n_ctx` in tokens and the number of slots, as `/props` has them; None for what it does not say."""
+    settings = props.get("default_generation_settings")
+    n_ctx = settings.get("n_ctx") if isinstance(settings, dict) else None
+    return _limit(n_ctx), _limit(props.get("total_slots"))
+
+
 def _limit(value: object) -> int | None:
-    return value if type(value) is int and 0 < value < 2**53 else None
+    return value if type(value) is int and 0 < value <= MAX_TOKENS else None
 
 
 class ServerFacts:

@@ -24,6 +24,7 @@ from boxmaker.inference.facts import (
     TOOL_TURN,
     ServerFacts,
     find_alternate,
+    limits_of,
     probe,
     prompt_of,
     render,
@@ -205,10 +206,7 @@ async def _check_server(report: Report, config: Config, client: Client) -> dict[
 async def _check_slot(report: Report, config: Config, client: Client, props: dict[str, Any]) -> int | None:
     """Does slot `slots.main` exist? An id out of range would wrap in silence. Gives its `n_ctx`."""
     slot = config.slots.main
-    settings = props.get("default_generation_settings")
-    n_ctx = settings.get("n_ctx") if isinstance(settings, dict) else None
-    n_ctx = n_ctx if type(n_ctx) is int and n_ctx > 0 else None
-    total = props.get("total_slots")
+    n_ctx, total = limits_of(props)
     answer = await probe(client, "GET", "/slots")
     if answer.status == 200 and isinstance(answer.value, list):
         slots = {e["id"]: e for e in answer.value if isinstance(e, dict) and type(e.get("id")) is int}
@@ -221,7 +219,7 @@ async def _check_slot(report: Report, config: Config, client: Client, props: dic
             f"the server does not show its slots ({answer.status}): loopd cannot see whether ours is busy",
             "Start llama-server with --slots, and let nothing else use the slot",
         )
-    if type(total) is int and total > 0:
+    if total:
         if slot >= total:
             report.fail(
                 "slot",

@@ -110,4 +110,4 @@ def _read_file(file: Path) -> bytes:
         with open(fd, "rb", closefd=False) as opened:
             return opened.read()
     finally:
-        os.close(fd)  # `open` leaves that of a directory open
+        os.close(fd)

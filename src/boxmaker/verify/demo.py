@@ -6,17 +6,11 @@ model calls no tools. Source: design.md section 11.
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 
-import trio
-
 from boxmaker.config import at_home, load_config
-from boxmaker.demo.run import end_of, toml_text
-from boxmaker.errors import StartError
+from boxmaker.demo.run import embedded_server, toml_text
 from boxmaker.testing.forced import ForcedReply, forced_server
 from boxmaker.verify.device import Verification
 from boxmaker.verify.judge import Check
@@ -50,33 +44,13 @@ async def verify_demo(directory: Path, say: Callable[[Check], None]) -> bool:
 
     Cancellation: safe at any point; the server is ended.
     """
-    async with embedded_server(directory / "server.log") as url, forced_server(url) as server:
-        server.replies = list(SCRIPT)
-        file = directory / "config.toml"
-        file.write_text(CONFIG.format(url=toml_text(server.url)), "utf-8")
-        home = directory / "home"
-        home.mkdir(mode=0o700)
-        config = load_config(file, {})
-        return await Verification(owner=config, config=at_home(config, home), say=say).run()
-
-
-@asynccontextmanager
-async def embedded_server(log: Path) -> AsyncIterator[str]:
-    """Run the demo's server as a child; gives its address."""
-    with log.open("ab") as sink:
-        process = await trio.lowlevel.open_process(
-            [sys.executable, "-m", "boxmaker.demo.server"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=sink
-        )
-    try:
-        assert process.stdout is not None
-        said = b""
-        while not said.endswith(b"\n"):
-            piece = await process.stdout.receive_some(4096)
-            if not piece:
-                raise StartError(message="the embedded server did not start", more=end_of(log))
-            said += piece
-        yield said.decode("ascii").strip()
-    finally:
-        with trio.CancelScope(shield=True):
-            process.kill()
-            await process.wait()
+    # Its start blocks: nothing else runs yet.
+    with embedded_server(directory / "server.log") as url:
+        async with forced_server(url) as server:
+            server.replies = list(SCRIPT)
+            file = directory / "config.toml"
+            file.write_text(CONFIG.format(url=toml_text(server.url)), "utf-8")
+            home = directory / "home"
+            home.mkdir(mode=0o700)
+            config = load_config(file, {})
+            return await Verification(owner=config, config=at_home(config, home), say=say).run()
