@@ -63,7 +63,8 @@ def shows_work(server: ScriptedServer, *, for_ever: bool = False) -> None:
     async def on_slots() -> None:
         await trio.lowlevel.checkpoint()
         busy = any(not request.closed.is_set() for request in server.completions)
-        stuck = for_ever and any(request.hung_up for request in server.completions)
+        # the last one alone is cancelled: a client that has a whole reply may be seen to go, too
+        stuck = for_ever and not server.scripts and server.completions[-1].hung_up
         server.slots = [{"id": 0, "n_ctx": 4096, "is_processing": busy or stuck}]
 
     server.on_slots = on_slots
@@ -164,7 +165,8 @@ async def test_limits_missing_figures_and_a_slot_that_stays_busy_are_told(tmp_pa
     assert checks["cache"].message == "cannot be judged without figures"
 
 
-async def test_a_server_that_hides_its_slots_leaves_the_cancel_unproven(tmp_path: Path) -> None:
+@pytest.mark.parametrize("slots", [error_response(501, "This server does not support slots endpoint."), ["x", 7]])
+async def test_a_server_that_hides_its_slots_leaves_the_cancel_unproven(tmp_path: Path, slots: object) -> None:
     calls = [
         reply("x", cache_n=0, prompt_n=4, predicted_n=3),
         reply(calls=[("1", "clock", "{}")], cache_n=6, prompt_n=4, predicted_n=3),
@@ -180,7 +182,7 @@ async def test_a_server_that_hides_its_slots_leaves_the_cancel_unproven(tmp_path
         reply("x", cache_n=36, prompt_n=4, predicted_n=3),
     ]
     async with scripted_server(*calls, cut_off(), reply("x", cache_n=42, prompt_n=4, predicted_n=3)) as server:
-        server.slots = error_response(501, "This server does not support slots endpoint.")
+        server.slots = slots
         checks = await verify(tmp_path, server)
     assert [name for name, state in brief(checks) if state != "ok"] == ["cancel"]
     assert checks["cancel"].message.startswith("cannot be seen: the server does not show its slots")
@@ -232,6 +234,27 @@ def test_a_server_that_is_not_there_is_a_line_and_status_1_and_the_owners_home_i
     assert [(check["name"], check["state"]) for check in checks] == [("server", "fail")]
     assert "Start llama-server, or mend [server] url" in checks[0]["message"]
     assert not home.exists()
+
+
+async def test_what_a_server_says_reaches_the_screen_without_control_bytes(tmp_path: Path) -> None:
+    async with scripted_server(error_response(400, "no \x1b[31mmodel\x07")) as server:
+        make_config(tmp_path, server.url)
+        done = await trio.run_process(
+            [*COMMAND, "--config", str(tmp_path / "config.toml")], capture_stdout=True, capture_stderr=True, check=False
+        )
+    assert done.returncode == 1
+    assert b"fail     plain turn: inference: " in done.stdout
+    assert b"\x1b" not in done.stdout
+    assert b"\x07" not in done.stdout
+
+
+async def test_a_pipe_for_core_md_is_a_failed_check_that_says_why(tmp_path: Path) -> None:
+    (tmp_path / "home" / "memory").mkdir(parents=True)
+    os.mkfifo(tmp_path / "home" / "memory" / "core.md")
+    async with scripted_server() as server:
+        checks = await verify(tmp_path, server)
+    assert brief(checks) == [("daemon", "fail")]
+    assert "is a named pipe" in checks["daemon"].message
 
 
 @pytest.mark.parametrize("options", [[], ["--demo", "--config", "x"]])

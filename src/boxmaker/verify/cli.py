@@ -13,6 +13,7 @@ import click
 import trio
 
 from boxmaker.config import at_home, load_config
+from boxmaker.errors import printable
 from boxmaker.loopd.cli import ending
 from boxmaker.loopd.home import lock_holder
 from boxmaker.verify.device import Verification
@@ -37,7 +38,8 @@ def main(config_file: Path | None, demo: bool, as_json: bool) -> None:
         raise click.UsageError("either --config FILE or --demo")
 
     def say(check: Check) -> None:
-        click.echo(json.dumps(attrs.asdict(check)) if as_json else check.line())
+        lines = check.line().split("\n")  # what a server or a program said may hold anything
+        click.echo(json.dumps(attrs.asdict(check)) if as_json else "\n".join(map(printable, lines)))
         sys.stdout.flush()
 
     with ending("verify"), tempfile.TemporaryDirectory(prefix="boxmaker-verify-") as directory:

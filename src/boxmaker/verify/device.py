@@ -107,7 +107,7 @@ class Verification:
             try:
                 shutil.copyfile(core, self.config.paths.home / "memory" / "core.md")
             except OSError as exc:
-                raise StartError(message=f"{core} cannot be read: {exc.strerror}") from exc
+                raise StartError(message=f"{core} cannot be read: {exc.strerror or exc}") from exc
         async with Client(self.config) as client:
             if not await self._server(client):
                 return
@@ -231,7 +231,7 @@ class Verification:
         """Is our slot at work? None: the server does not say."""
         answer = await probe(client, "GET", "/slots")
         for entry in answer.value if answer.status == 200 and isinstance(answer.value, list) else ():
-            if entry.get("id") == self.owner.slots.main:
+            if isinstance(entry, dict) and entry.get("id") == self.owner.slots.main:
                 return bool(entry.get("is_processing"))
         return None
 
