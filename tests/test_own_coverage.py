@@ -12,7 +12,7 @@ from tests.own_coverage import OWN, TESTS
 from tests.test_layering import imports, modules
 
 ROOT = TESTS.parent
-IMPURE = {"trio", "time", "random", "secrets", "os", "socket", "select", "httpx", "log"}
+IMPURE = {"trio", "time", "random", "secrets", "os", "socket", "select", "httpx", "log", "demo.run"}
 PACKAGES = {"", "proto", "inference", "session", "tools", "verify"}
 """Those with pure modules; `""` is the top."""
 
