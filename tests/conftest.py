@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # Begun in the background of a script: the programs that tests start would inherit that, and hear no Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A shared machine may be slow at any moment: no example has a deadline. The failing example is printed so that
 # it can be replayed.

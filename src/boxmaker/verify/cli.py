@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -42,6 +43,9 @@ def main(config_file: Path | None, demo: bool, as_json: bool) -> None:
         click.echo(json.dumps(attrs.asdict(check)) if as_json else "\n".join(map(printable, lines)))
         sys.stdout.flush()
 
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # Begun in the background of a script: the terminals that it starts would inherit that, and hear no Ctrl-C.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     with ending("verify"), tempfile.TemporaryDirectory(prefix="boxmaker-verify-") as directory:
         if config_file is None:
             from boxmaker.verify.demo import verify_demo
