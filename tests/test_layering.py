@@ -8,12 +8,12 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[1] / "src"
 
 ORDER = [
-    "errors", "log", "proto.codec", "proto.ids", "proto.time", "proto.arguments", "proto.chat",
+    "errors", "log", "places", "proto.codec", "proto.ids", "proto.time", "proto.arguments", "proto.chat",
     "proto.records", "proto.tools", "proto.channel", "proto.frames", "config", "inference.sse",
     "inference.completion", "inference.request", "inference.retry", "inference.cache", "inference.slots",
     "inference.client", "inference.facts", "session.baseline", "session.replay", "session.disk",
     "session.store", "session.logs",
-    "tools.port", "tools.registry", "tools.dispatch", "tools.fake", "turn", "channel.server",
+    "tools.port", "tools.registry", "tools.dispatch", "tools.fake", "turn", "channel.peer", "channel.server",
     "channel.client", "demo.server", "demo.run", "loopd.home", "loopd.selftest", "loopd.serve", "loopd.cli",
     "loopd.__main__", "bxctl.output", "bxctl.render", "bxctl.chat", "bxctl.logs", "bxctl.cli", "bxctl.__main__",
     "testing.server", "testing.port", "testing.daemon", "testing.forced",

@@ -17,7 +17,7 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from boxmaker.proto import channel, records
+from boxmaker.proto import channel, chat
 from boxmaker.proto.channel import Cut, ErrorCode, ToolCallStarted, TurnDone, WireError
 from boxmaker.proto.chat import (
     Content,
@@ -103,7 +103,7 @@ def done(content: str, cache_n: int | None = 0, **more: Any) -> TurnDone:
     )
 
 
-def finished(name: str, class_: records.ResultClass = "public", truncated: bool = False) -> channel.ToolResult:
+def finished(name: str, class_: chat.ResultClass = "public", truncated: bool = False) -> channel.ToolResult:
     return channel.ToolResult(name=name, class_=class_, truncated=truncated)
 
 

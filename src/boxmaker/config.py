@@ -23,9 +23,9 @@ import attrs
 from attrs import field, frozen
 
 from boxmaker.errors import ConfigError, printable
+from boxmaker.places import default_home, socket_path
 from boxmaker.proto.channel import SOCKET_PATH_MAX_BYTES
 
-DEFAULT_HOME = Path("/var/lib/boxmaker")
 MIN_SIZE_BYTES = 256
 MAX_INTEGER = 2**63 - 1
 """TOML's own limit; `tomllib` takes more, and neither JSON nor a clock does."""
@@ -353,7 +353,7 @@ class _Reader:
         if self._problems:
             raise ConfigError(problems=tuple(self._problems))
         home = tables["paths"].get("home")
-        home = self._resolve(home) if home else Path(environ.get("BOXMAKER_HOME") or DEFAULT_HOME).absolute()
+        home = self._resolve(home) if home else default_home(environ).absolute()
         socket = tables["channel"].get("socket")
         tables["channel"]["socket"] = self._resolve(socket) if socket else socket_path(home)
         if too_long := _too_long(tables["channel"]["socket"]):
@@ -449,11 +449,6 @@ def _is_json(value: object, depth: int = 1) -> bool:
     if isinstance(value, int):
         return -MAX_INTEGER - 1 <= value <= MAX_INTEGER
     return isinstance(value, str)
-
-
-def socket_path(home: Path) -> Path:
-    """Where a home's socket is unless `[channel] socket` says otherwise."""
-    return home / "run" / "loop" / "loop.sock"
 
 
 def _too_long(socket: Path) -> str | None:

@@ -11,7 +11,8 @@ import pytest
 import trio
 
 from boxmaker.channel.client import TurnChannel
-from boxmaker.channel.server import Closing, Emit, peer_uid, serve_connection
+from boxmaker.channel.peer import peer_uid
+from boxmaker.channel.server import Closing, Emit, serve_connection
 from boxmaker.config import Channel
 from boxmaker.proto.channel import ErrorCode, Turn, TurnDone, WireError
 from boxmaker.proto.chat import Figures

@@ -1177,6 +1177,93 @@ def test_a_reply_of_odd_texts_is_what_was_sent_cleaned(
     assert reply.reasoning_tokens == sum(1 for text in reasoning if text)
 
 
+# One chunk as many servers write it, and what may make it another one although its text stands between the same words.
+written_text = st.sampled_from(
+    ['"a"', '"b"', '""', r'"\n"', r'"\u00e9"', r'"\ud83d"', r'"\ude42"', r'"\u0000"', "null", "7", '["a"]']
+)
+told_once = [
+    '{"choices":[{"index":0,"delta":{"content":%s},"finish_reason":null}],"model":"m"}',
+    '{"choices":[{"index":0,"delta":{"reasoning_content":%s},"finish_reason":null}],"model":"m"}',
+    '{"choices":[{"delta":{"content": %s, "tool_calls": null}}]}',
+    '{"choices":[{"delta":{"content":%s}}]}',
+    '{"choices":[{"message":{"content":%s}}]}',
+    '{"choices":[{"text":%s}]}',
+    '{"choices":[{"delta":{"content":"x","content":%s}}]}',
+    '{"choices":[{"delta":{"content":%s,"content":"x"}}]}',
+    '{"choices":[{"delta":{"content":%s},"finish_reason":"stop"}]}',
+    '{"choices":[{"delta":{"content":%s}},{"delta":{"content":"y"}}]}',
+    '{"choices":[{"index":1,"delta":{"content":%s}}]}',
+    '{"choices":[{"index":1,"delta":{"content":%s}},{"index":0,"delta":{"content":"y"}}]}',
+    '{"choices":[{"delta":{"content":%s,"reasoning_content":"r"}}]}',
+    '{"choices":[{"delta":{"content":%s}}],"usage":{"prompt_tokens":3,"prompt_tokens_details":{"cached_tokens":1}}}',
+    '{"choices":[{"delta":{"content":%s}}],"timings":{"cache_n":1}}',
+    '{"choices":[{"delta":{"content":%s}}],"prompt_progress":{"total":9,"cache":1,"processed":2}}',
+    '{"choices":[{"delta":{"content":%s}}],"error":{"message":"no"}}',
+    '{"choices":[{"delta":{"content":%s}}],"x":"\\"content\\":\\"a\\""}',
+    '{"x":{"content":"a"},"choices":[{"delta":{"content":%s}}]}',
+    '{"choices":[{"delta":{"content":%s}}]',
+]
+
+
+@unhurried
+@given(
+    st.lists(st.tuples(st.sampled_from(told_once), st.lists(written_text, min_size=1, max_size=4)), max_size=6),
+    st.booleans(),
+    st.sampled_from([30, 10_000]),
+)
+def test_chunks_that_share_what_stands_around_their_text_say_what_each_says_by_itself(
+    runs: list[tuple[str, list[str]]], ended: bool, max_bytes: int
+) -> None:
+    """One more space in front of each, and no two share it any more."""
+    chunks = [form % text for form, texts in runs for text in texts]
+    if ended:
+        chunks += ['{"choices":[{"delta":{},"finish_reason":"stop"}]}', *chunks[-1:], "[DONE]"]
+    shared = assemble([SseEvent("message", data) for data in chunks], thinking_cap=1, reply_max_bytes=max_bytes)
+    single = assemble(
+        [SseEvent("message", " " * spaces + data) for spaces, data in enumerate(chunks)],
+        thinking_cap=1,
+        reply_max_bytes=max_bytes,
+    )
+    assert shared.events == single.events
+    assert shared.completion == single.completion
+    assert (shared.error is None) == (single.error is None)
+
+
+@pytest.mark.parametrize("form", [form for form in told_once if "stop" not in form])
+def test_of_two_chunks_of_one_form_the_second_says_its_own_text(form: str) -> None:
+    """By another reader: each chunk in a reply of its own."""
+    first, second = form % '"a"', form % '"b"'
+    alone = assemble([SseEvent("message", second)])
+    both = assemble([SseEvent("message", first), SseEvent("message", first), SseEvent("message", second)])
+    told = len(alone.events)
+    assert both.events[len(both.events) - told :] == alone.events
+    assert (both.error is None) == (alone.error is None)
+
+
+def test_a_text_in_a_known_envelope_is_what_its_json_says() -> None:
+    """Written out by hand: an escape, half a pair in each of two chunks, chunks that only begin like the others."""
+    form = '{"choices":[{"delta":{"content":%s}}]}'
+    chunks = [
+        SseEvent("message", form.replace("%s", text))
+        for text in ('"a"', r'"\n\""', r'"\ud83d"', r'"\ude42"', '"b","index":0')
+    ]
+    assert assemble([*chunks, END]).reply().content == 'a\n"🙂b'
+    torn = SseEvent("message", '{"choices":[{"delta":{"content":"c')
+    assert assemble([*chunks[:2], torn, END]).failure().kind == "broken"
+    failed = SseEvent("message", '{"choices":[{"delta":{"content":"c"}}],"error":{"message":"no"}}')
+    assert assemble([*chunks[:2], failed, END]).failure().server_message == "no"
+
+
+def test_figures_that_come_with_each_text_are_those_of_the_last_chunk_that_has_some() -> None:
+    def told(choices: str, prompt: int) -> SseEvent:
+        usage = f'{{"prompt_tokens":{prompt},"prompt_tokens_details":{{"cached_tokens":1}}}}'
+        return SseEvent("message", f'{{"choices":[{choices}],"usage":{usage}}}')
+
+    first, last = ('{"delta":{"content":"%s"}}'.replace("%s", text) for text in "ab")
+    reply = assemble([told(first, 3), told("", 9), told(last, 3), END]).reply()
+    assert (reply.content, reply.cache_n, reply.prompt_n) == ("ab", 1, 2)
+
+
 def without_error(outcome: Outcome) -> tuple[Any, ...]:
     """An outcome that can be compared: exceptions are equal only to themselves."""
     error = outcome.error

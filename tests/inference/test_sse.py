@@ -55,6 +55,42 @@ def test_a_fixture_split_inside_every_character_keeps_its_characters() -> None:
     assert '"content":"漢字 "' in events[1].data
 
 
+# A chunk that is one whole event has a quicker way: it may be taken only when nothing came before it that changes it.
+ONE = b"data: b\n\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "found"),
+    [
+        ([], [], messages("b")),
+        ([], [b"{}\n\n"], messages("b", "{}")),
+        ([b"data: a\n\n"], [], messages("a", "b")),
+        ([b"data: a\n\nda"], [], messages("a")),  # a line `dadata: b`, which no reader knows
+        ([b"data: a\n\n: c"], [], messages("a")),
+        ([b"data: a\n"], [], messages("a\nb")),
+        ([b"data: a\n\n", b"event: ping\n"], [], [*messages("a"), SseEvent("ping", "b")]),
+        ([b"data: a\r\n\r"], [b"data: c", b"\n\n", b"data: d"], messages("a", "b", "c", "d")),
+        ([b"data: a\r\n\r"], [b"\ndata: c\n\n"], messages("a", "b", "c")),
+        ([b"data: a\n\n", b"data: c\rdata: d\n\n"], [], messages("a", "c\nd", "b")),
+        ([b"data: a\n\n", b"data: c\r\n\n"], [], messages("a", "c", "b")),
+    ],
+)
+def test_a_chunk_of_one_event_means_what_it_does_where_it_stands(
+    before: list[bytes], after: list[bytes], found: list[SseEvent]
+) -> None:
+    assert events_of(*before, ONE, *after) == found
+    assert events_of(b"".join([*before, ONE, *after])) == found
+
+
+def test_a_chunk_of_one_event_is_foreign_in_a_foreign_body_and_refused_over_the_limit() -> None:
+    foreign = decode([b'{"x":', ONE])
+    assert (foreign.events, foreign.foreign) == ([], b'{"x":' + ONE)
+    fits, over = b"data: 1234\n\n", b"data: 12345\n\n"
+    assert decode([b"data: a\n\n", fits], event_max_bytes=10).error is None
+    refused = decode([b"data: a\n\n", fits, over], event_max_bytes=10)
+    assert (refused.events, refused.error is None) == (messages("a", "1234"), False)
+
+
 LINES = [*rb"data: |data:|data|event: error|event:|error: x|:|{|}|[|<".split(b"|"), b"\n", b"\n\n", b"\r", b"\r\n"]
 garbage = st.one_of(
     st.binary(max_size=200),

@@ -37,6 +37,7 @@ from boxmaker.proto.frames import (
     encode_request,
     frame,
     open_envelope,
+    text_event,
 )
 from boxmaker.proto.ids import SessionId
 
@@ -551,3 +552,40 @@ def test_a_client_checks_frame_and_version_as_loopd_does() -> None:
 
 def test_an_envelope_can_be_opened_whatever_its_kind() -> None:
     assert open_envelope(answer("weather", False, {"a": 1})) == Envelope(kind="weather", final=False, body={"a": 1})
+
+
+@given(answers)
+def test_the_reader_written_by_hand_takes_what_the_encoder_writes_and_nothing_else(answer: Answer) -> None:
+    payload = split_frame(encode_answer(answer))
+    assert text_event(payload) == (answer if isinstance(answer, Content | Reasoning) else None)
+
+
+@given(st.sampled_from(["content", "reasoning"]), wild_texts | st.sampled_from(['a"', "}}}", '"}}}', "\\"]))
+def test_the_reader_written_by_hand_equals_the_codec_or_leaves_it_to_it(kind: str, written: str) -> None:
+    """`written` stands between the quotes as it is, escaped or not."""
+    head = f'{{"v":1,"kind":"turn_event","final":false,"body":{{"event":{{"type":"{kind}","text":'
+    for text in (f'"{written}"', json.dumps(written), written, f' "{written}"'):
+        payload = f"{head}{text}}}}}}}".encode("utf-8", "surrogatepass")
+        event = text_event(payload)
+        if event is not None:
+            assert event == decode_answer(payload)
+
+
+def test_what_is_not_written_as_ours_is_left_to_the_codec() -> None:
+    written = split_frame(encode_answer(Content(text="a")))
+    assert text_event(written) == Content(text="a")
+    assert text_event(split_frame(encode_answer(Reasoning(text='"é\n')))) == Reasoning(text='"é\n')
+    half, quote = b"\\ud83d", b'"a"'
+    for changed in (
+        written.replace(b'"v":1', b'"v":2'),
+        written.replace(b"}}}", b"}} }"),
+        written.replace(b"}}}", b',"x":1}}}'),
+        written.replace(quote, b"7"),
+        written.replace(quote, b'"a'),
+        written.replace(quote, b'"' + half + b'"'),
+        written.replace(quote, b'"\xff"'),
+        written.replace(b"content", b"progress"),
+        written[: written.index(quote)],
+    ):
+        assert changed != written
+        assert text_event(changed) is None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 import json
-import secrets
+import random
 import shutil
 import sys
 import time
@@ -25,7 +25,6 @@ from boxmaker.channel.client import Frame, TurnChannel, open_turn
 from boxmaker.errors import BoxmakerError, ChannelClosed, NobodyListens, ValueRefused
 from boxmaker.proto.channel import ErrorCode, Turn, TurnDone, WireError
 from boxmaker.proto.chat import Content
-from boxmaker.proto.codec import JsonObject
 from boxmaker.proto.ids import SUFFIX_ALPHABET, SUFFIX_LENGTH, SessionId, make_session_id
 
 NOT_BEGUN = frozenset({
@@ -75,6 +74,9 @@ class View(Protocol):
     def frame(self, frame: Frame) -> None:
         """One frame has come."""
 
+    def pause(self) -> None:
+        """Nothing more is here just now: what is held back must be seen."""
+
     def error(self, code: str, message: str) -> None:
         """Something failed on this side."""
 
@@ -88,30 +90,34 @@ class JsonView:
     def __init__(self, out: TextIO, err: TextIO) -> None:
         self._out = out
         self._err = err
+        self._encode = json.JSONEncoder(separators=(",", ":")).encode
 
     def begin(self) -> None:
         """Nothing to show."""
 
     def frame(self, frame: Frame) -> None:
         """Print the body."""
-        self._body(frame.body)
+        self._out.write(self._encode(frame.body) + "\n")
         if isinstance(frame.answer, WireError):
+            self._out.flush()
             self._line(frame.answer.code.value, frame.answer.message)
+
+    def pause(self) -> None:
+        """Hand over what is written: all frames of one read at once."""
+        self._out.flush()
 
     def error(self, code: str, message: str) -> None:
         """Print a body like that of an error frame, and a line on stderr."""
-        self._body({"code": code, "message": message, "detail": {}})
-        self._line(code, message)
-
-    def _body(self, body: JsonObject) -> None:
-        self._out.write(json.dumps(body, separators=(",", ":")) + "\n")
+        self._out.write(self._encode({"code": code, "message": message, "detail": {}}) + "\n")
         self._out.flush()
+        self._line(code, message)
 
     def _line(self, code: str, message: str) -> None:
         print(f"bxctl: {code}: {one_visible_line(message)}", file=self._err, flush=True)
 
     def cancelled(self) -> None:
         """Print a line on stderr."""
+        self._out.flush()
         print("bxctl: cancelled", file=self._err, flush=True)
 
 
@@ -128,6 +134,9 @@ class HumanView:
         """Show the frame, if it is of a kind that we know."""
         if frame.answer is not None:
             self._renderer.show(frame.answer)
+
+    def pause(self) -> None:
+        """Nothing is held back."""
 
 
 class SayView:
@@ -149,6 +158,9 @@ class SayView:
             self._out.flush()
         elif answer is not None and not isinstance(answer, Content):
             self._renderer.show(answer)
+
+    def pause(self) -> None:
+        """Nothing is held back but the answer."""
 
 
 @define
@@ -206,9 +218,14 @@ class Chat:
                 if not refused:  # a refused first try is not shown: the same turn is sent once more
                     self.view.frame(frame)
                 if isinstance(answer, TurnDone | WireError):
+                    self.view.pause()
                     return answer
 
     async def _receive(self, channel: TurnChannel) -> Frame:
+        frame = channel.received()
+        if frame is not None:
+            return frame
+        self.view.pause()
         while True:
             with trio.move_on_after(READER_LOOK_S):
                 return await channel.receive()
@@ -218,7 +235,8 @@ class Chat:
 
 def new_session_id() -> SessionId:
     """An id from the time and a random suffix."""
-    suffix = "".join(secrets.choice(SUFFIX_ALPHABET) for _ in range(SUFFIX_LENGTH))
+    chance = random.SystemRandom()  # as `secrets` has it, without the 20 modules that it brings
+    suffix = "".join(chance.choice(SUFFIX_ALPHABET) for _ in range(SUFFIX_LENGTH))
     return make_session_id(time.strftime("%Y%m%d-%H%M%S"), suffix)
 
 

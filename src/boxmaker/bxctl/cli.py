@@ -10,6 +10,7 @@ import click
 
 from boxmaker import __version__
 from boxmaker.errors import BoxmakerError, ValueRefused, printable
+from boxmaker.places import default_home, socket_path
 from boxmaker.proto.ids import SessionId
 
 
@@ -24,25 +25,16 @@ def main() -> None:
         sys.exit(1)
 
 
-def default_home() -> Path:
-    """$BOXMAKER_HOME, or the default home."""
-    from boxmaker.config import DEFAULT_HOME
-
-    return Path(os.environ.get("BOXMAKER_HOME") or DEFAULT_HOME)
-
-
 def default_socket() -> Path:
     """The socket of the default home."""
-    from boxmaker.config import socket_path
-
-    return socket_path(default_home())
+    return socket_path(default_home(os.environ))
 
 
 def complete_session(context: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
     """Ids of the home's sessions, for the shell's completion; nothing where there is no home."""
     from boxmaker.session.logs import session_ids
 
-    home: Path = context.params.get("home") or default_home()
+    home: Path = context.params.get("home") or default_home(os.environ)
     try:
         return [session for session in session_ids(home / "sessions") if session.startswith(incomplete)]
     except BoxmakerError:
@@ -127,7 +119,7 @@ def sessions(home: Path | None, as_json: bool) -> None:
     from boxmaker.bxctl.logs import sessions_table, summary_json
     from boxmaker.session.logs import session_ids, summarize
 
-    directory = (home or default_home()) / "sessions"
+    directory = (home or default_home(os.environ)) / "sessions"
     with Ending():
         found = [summarize(directory, session) for session in session_ids(directory)]
         if as_json:
@@ -151,7 +143,7 @@ def log(session: str, home: Path | None, as_json: bool, follow: bool) -> None:
 
     with Ending():
         show_log(
-            (home or default_home()) / "sessions",
+            (home or default_home(os.environ)) / "sessions",
             parse_id(session),
             sys.stdout,
             as_json=as_json,
@@ -172,7 +164,7 @@ def session_check(session: str | None, home: Path | None) -> None:
     """Read a session's files, or those of all sessions; a line a finding, status 1 when there is one."""
     from boxmaker.session.logs import check, session_ids
 
-    directory = (home or default_home()) / "sessions"
+    directory = (home or default_home(os.environ)) / "sessions"
     with Ending():
         wanted = [parse_id(session)] if session is not None else session_ids(directory)
         findings = [finding for one in wanted for finding in check(directory, one)]
@@ -192,7 +184,7 @@ def session_repair(session: str, home: Path | None) -> None:
     from boxmaker.session.logs import repair
 
     with Ending():
-        done = repair((home or default_home()) / "sessions", parse_id(session))
+        done = repair((home or default_home(os.environ)) / "sessions", parse_id(session))
         if done is None:
             click.echo("the log has no torn end; nothing was changed")
             return

@@ -14,9 +14,10 @@ from pathlib import Path
 import trio
 from attrs import frozen
 
-from boxmaker.channel.server import peer_uid
+from boxmaker.channel.peer import peer_uid
 from boxmaker.errors import ChannelClosed, NobodyListens
 from boxmaker.proto.channel import SOCKET_PATH_MAX_BYTES, Turn
+from boxmaker.proto.chat import Content
 from boxmaker.proto.codec import JsonObject
 from boxmaker.proto.frames import (
     ANSWER_KINDS,
@@ -26,6 +27,7 @@ from boxmaker.proto.frames import (
     answer_of,
     encode_request,
     open_envelope,
+    text_event,
 )
 
 READ_BYTES = 65536
@@ -56,7 +58,7 @@ class TurnChannel:
 
         Cancellation: safe at any point; no frame is lost.
         """
-        while (payload := self._decoder.next_payload()) is None:
+        while (frame := self.received()) is None:
             try:
                 data = await self._stream.receive_some(READ_BYTES)
             except trio.BrokenResourceError as exc:
@@ -64,6 +66,17 @@ class TurnChannel:
             if not data:
                 raise ChannelClosed()
             self._decoder.feed(data)
+        return frame
+
+    def received(self) -> Frame | None:
+        """Give the next frame if it is here already; raises as `receive` does for what loopd says."""
+        payload = self._decoder.next_payload()
+        if payload is None:
+            return None
+        event = text_event(payload)
+        if event is not None:
+            kind = "content" if isinstance(event, Content) else "reasoning"
+            return Frame(body={"event": {"type": kind, "text": event.text}}, answer=event, final=False)
         envelope = open_envelope(payload, ANSWER_KINDS)
         return Frame(body=envelope.body, answer=answer_of(envelope), final=envelope.final)
 

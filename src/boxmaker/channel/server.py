@@ -12,12 +12,11 @@ Source: M2b section 6; design.md sections 4 and 6.
 from __future__ import annotations
 
 import select
-import socket
-import struct
 from collections.abc import Awaitable, Callable, Sequence
 
 import trio
 
+from boxmaker.channel.peer import peer_uid
 from boxmaker.config import Channel
 from boxmaker.errors import BadFrame, BadRequest, InternalError, ShuttingDown, WireableError
 from boxmaker.log import log_event, log_exception
@@ -252,13 +251,6 @@ def _ending(result: TurnDone | WireError | None) -> str:
     if result is None:
         return "cancelled"
     return "turn_done" if isinstance(result, TurnDone) else result.code.value
-
-
-def peer_uid(stream: trio.SocketStream) -> int:
-    """Who is at the other end of a unix socket: its uid when it connected, by SO_PEERCRED."""
-    raw = stream.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, uid, _ = struct.unpack("3i", raw)
-    return int(uid)
 
 
 async def serve_connection(

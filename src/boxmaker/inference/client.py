@@ -12,11 +12,13 @@ This is the only module that imports httpx. Source: design.md section 7; `../sha
 from __future__ import annotations
 
 import json
+import math
 import random
 import ssl
 import time
+import types
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Literal
@@ -41,6 +43,8 @@ Emit = Callable[[Sequence[ChatEvent]], Awaitable[None]]
 
 AFTER_FINISH_S = 5.0
 """How long usage, timings and [DONE] are waited for once the reply is whole."""
+RENEW_S = 0.001
+"""How much later a deadline must come to be worth moving."""
 LOOK_S = 5.0
 """A server that does not answer GET /slots within this is busy (it answers while it decodes)."""
 LOADING_LOOK_S = 1.0
@@ -344,7 +348,7 @@ class _Try:
 
     async def run(self) -> Completion:
         headers_seen = False
-        self._wait("connect", self._timeouts.connect_s)
+        self._scope.deadline = trio.current_time() + self._timeouts.connect_s
         with self._scope:
             try:
                 async with self._http.open(
@@ -364,9 +368,12 @@ class _Try:
             raise self._timed_out()
         return self._assembler.completion()
 
-    def _wait(self, phase: Literal["connect", "prefill", "stall", "finished"], seconds: float) -> None:
-        self._phase = phase
-        self._scope.deadline = trio.current_time() + seconds
+    def _wait(self, phase: Literal["prefill", "stall", "finished"], seconds: float) -> None:
+        """Give the server that long from now, to the millisecond: setting a deadline costs as much as a token."""
+        deadline = trio.current_time() + seconds
+        if phase != self._phase or deadline - self._scope.deadline >= RENEW_S:
+            self._phase = phase
+            self._scope.deadline = deadline
 
     async def _connected(self, name: str, _: Any) -> None:
         """httpcore's trace: once the connection stands, the wait is for the first delta."""
@@ -410,16 +417,13 @@ class _Try:
             self._processed = assembler.processed
             self._wait("prefill", self._timeouts.prefill_s)
         if events:
-            left = self._scope.deadline - trio.current_time()
-            self._scope.deadline = float("inf")
-            await self._emit(events)
-            self._scope.deadline = trio.current_time() + left
+            await _off_the_clock(self._scope, self._emit(events))
         if failure is not None:
             raise failure
         return assembler.done or assembler.over_cap or self._decoder.full
 
     async def _refusal(self, response: httpx.Response) -> InferenceError:
-        self._scope.deadline = float("inf")
+        self._scope.deadline = math.inf
         raw = bytearray()
         try:
             with trio.move_on_after(ERROR_BODY_S):
@@ -440,6 +444,31 @@ class _Try:
         return InferenceError(
             kind="prefill", limit="prefill_s", message=f"the server began no reply within {timeouts.prefill_s} s"
         )
+
+
+@types.coroutine
+def _off_the_clock(scope: trio.CancelScope, work: Awaitable[None]) -> Generator[Any, Any, None]:
+    """Await work of ours that takes nothing from the time of a scope.
+
+    The scope's deadline is moved only when the work has to wait, which it hardly ever has: moving it each time would
+    cost as much as the rest of a token's way.
+
+    Cancellation: safe at any point; the work is cancelled.
+    """
+    steps = work.__await__()
+    try:
+        trap = next(steps)
+    except StopIteration:
+        return
+    left = scope.deadline - trio.current_time()
+    scope.deadline = math.inf
+    try:
+        while True:
+            trap = steps.send((yield trap))
+    except StopIteration:
+        scope.deadline = trio.current_time() + left
+    finally:
+        steps.close()
 
 
 def _has_text(event: ChatEvent) -> bool:

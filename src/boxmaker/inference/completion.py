@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import re
+from json.decoder import scanstring  # type: ignore[attr-defined]  # typeshed leaves it out
 from typing import Any, Literal
 
 from attrs import define, field, frozen
@@ -40,6 +41,12 @@ _SIGN = re.compile(r'\\.|[\\"{}\[\]]', re.DOTALL)
 _DEEPER = {"{": 1, "[": 1, "}": -1, "]": -1}
 _LONGEST_WORD = 400
 """A number or word as arguments is not asked for any more when it is longer."""
+
+_SAID_BESIDES = frozenset({"error", "usage", "timings", "prompt_progress"})
+"""Keys of a chunk that say something besides its choices."""
+_PROBE = "?"
+_VAIN_ENVELOPES = 8
+"""How many envelopes in a row may serve no second chunk before none is looked for any more."""
 
 _UNCLEAN = re.compile("[\ud800-\udfff\x00]")
 _PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
@@ -149,6 +156,50 @@ class _Call:
 
 
 @frozen(kw_only=True)
+class _Envelope:
+    """What stands around the text of a chunk that says nothing but a text.
+
+    A server writes the same around each token, for a second at a time, so it need not be read each time: whatever JSON
+    string stands between, the chunk says that text under `key`, and nothing else.
+    """
+
+    key: str
+    before: str
+    after: str
+
+    def text(self, data: str) -> str:
+        """The text of a chunk in this envelope; `""` for any other chunk."""
+        if not data.startswith(self.before):
+            return ""
+        try:
+            text, end = scanstring(data, len(self.before))
+        except ValueError:
+            return ""
+        return text if data[end:] == self.after else ""
+
+
+def _envelope(data: str, chunk: dict[str, Any]) -> _Envelope | None:
+    """Find the envelope of a chunk, when a text is all that it says."""
+    if not _SAID_BESIDES.isdisjoint(chunk):
+        return None
+    choice = chunk["choices"][0]
+    delta = choice.get("delta") or {}
+    said = [key for key, value in delta.items() if value is not None]
+    if len(chunk["choices"]) > 1 or said not in (["content"], ["reasoning_content"]):
+        return None
+    key = said[0]
+    before, name, rest = data.partition(f'"{key}":"')
+    if not name:
+        return None
+    _, end = scanstring(rest, 0)
+    envelope = _Envelope(key=key, before=before + name, after=rest[end:])
+    # proved, not believed: another text in its place makes the same chunk with that text (a key may come twice)
+    probe = json.loads(f'{envelope.before}{_PROBE}"{envelope.after}')
+    delta[key] = _PROBE
+    return envelope if probe == chunk else None
+
+
+@frozen(kw_only=True)
 class Completion:
     """One whole reply.
 
@@ -191,6 +242,8 @@ class CompletionAssembler:
         self._usage: dict[str, Any] = {}
         self._timings: dict[str, Any] = {}
         self._model: str | None = None
+        self._envelope: _Envelope | None = None
+        self._vain_envelopes = 0
         self.begun = False
         """A delta has come: the wait is for the next one (stall), no longer for the first (prefill)."""
         self.processed = -1
@@ -213,6 +266,15 @@ class CompletionAssembler:
         if self.done or self.over_cap:
             return []
         data = event.data
+        envelope = self._envelope
+        if envelope is not None and not self.finished and event.name == "message" and (text := envelope.text(data)):
+            self._vain_envelopes = 0
+            events: list[ChatEvent] = []
+            if envelope.key == "content":
+                self._add_content(text, events)
+            else:
+                self._add_reasoning(text, events)
+            return events
         if event.name == "error":
             if self.finished:
                 return []
@@ -229,7 +291,15 @@ class CompletionAssembler:
                 return []  # the reply is whole, only figures are lost; or `event: ping` with a word as data
             raise InferenceError(kind="broken", message=f"the server sent a chunk that is not JSON: {exc}") from exc
         if isinstance(chunk, dict):
-            return self._chunk(chunk)
+            events = self._chunk(chunk)
+            if (
+                self._vain_envelopes < _VAIN_ENVELOPES
+                and len(events) == 1
+                and isinstance(events[0], Content | Reasoning)
+            ):
+                self._vain_envelopes += 1
+                self._envelope = _envelope(data, chunk)
+            return events
         if self.finished:
             return []
         raise InferenceError(kind="broken", message="the server sent a chunk that is no JSON object")
@@ -306,28 +376,12 @@ class CompletionAssembler:
         if reasoning is None:
             reasoning = _words(delta, "reasoning")
         if reasoning is not None:
-            self._spend(reasoning)
-            if reasoning:
-                self.begun = True
-                self._reasoning_tokens += 1
-            text = self._reasoning.add(reasoning)
-            if text:
-                events.append(Reasoning(text=text))
-                self._look_for_cap(text)
-            if self._reasoning_tokens >= self._hang_up_at:
-                self.over_cap = True
-                self._capped = True
-                events += self._end()
+            self._add_reasoning(reasoning, events)
+            if self.over_cap:
                 return
         content = _words(delta, "content")
         if content is not None:
-            self._spend(content)
-            if content:
-                self.begun = True
-                events += self._end_of_reasoning()
-            text = self._content.add(content)
-            if text:
-                events.append(Content(text=text))
+            self._add_content(content, events)
         calls = _array(delta, "tool_calls")
         if delta.get("function_call") is not None:  # the older form: one call, without an id
             calls = [*calls, {"function": delta["function_call"]}]
@@ -337,6 +391,30 @@ class CompletionAssembler:
             self.begun = True
             events += self._end_of_reasoning()
             events.append(self._call_piece(piece))
+
+    def _add_reasoning(self, reasoning: str, events: list[ChatEvent]) -> None:
+        self._spend(reasoning)
+        if reasoning:
+            self.begun = True
+            self._reasoning_tokens += 1
+        text = self._reasoning.add(reasoning)
+        if text:
+            events.append(Reasoning(text=text))
+            self._look_for_cap(text)
+        if self._reasoning_tokens >= self._hang_up_at:
+            self.over_cap = True
+            self._capped = True
+            events += self._end()
+
+    def _add_content(self, content: str, events: list[ChatEvent]) -> None:
+        self._spend(content)
+        if content:
+            self.begun = True
+            if self._capped:
+                events += self._end_of_reasoning()
+        text = self._content.add(content)
+        if text:
+            events.append(Content(text=text))
 
     def _look_for_cap(self, text: str) -> None:
         window = self._cap_window + text

@@ -67,6 +67,8 @@ class SseDecoder:
         """
         if self.over is not None:
             raise self.over
+        if self._is_one_event(chunk):
+            return [SseEvent("message", _text(chunk[6:-2]))]
         if not self._begun:
             begun = self._begin(chunk)
             if begun is None:
@@ -97,6 +99,22 @@ class SseDecoder:
             if not events:
                 raise
         return events
+
+    def _is_one_event(self, chunk: bytes) -> bool:
+        """Is this what most chunks are, one event of one line of data, with nothing left over from those before?
+
+        A CR before it may be: the LF that would belong to it could only be an empty line here.
+        """
+        return (
+            chunk.startswith(b"data: ")
+            and chunk.find(b"\n") == len(chunk) - 2
+            and chunk.endswith(b"\n")
+            and b"\r" not in chunk
+            and len(chunk) - 2 <= self._max
+            and self._begun
+            and not (self._line or self._data or self._foreign is not None)
+            and self._name == "message"
+        )
 
     def eof(self) -> list[SseEvent]:
         """Say that the body ended; give what its last lines hold. Raises as `feed` does."""

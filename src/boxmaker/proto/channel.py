@@ -11,7 +11,17 @@ from typing import Annotated, Literal, TypeAlias
 from attrs import frozen
 
 from boxmaker.errors import WireableError
-from boxmaker.proto.chat import Content, Figures, Progress, Queued, Reasoning, Retrying, ThinkingCapped, Waiting
+from boxmaker.proto.chat import (
+    Content,
+    Figures,
+    Progress,
+    Queued,
+    Reasoning,
+    ResultClass,
+    Retrying,
+    ThinkingCapped,
+    Waiting,
+)
 from boxmaker.proto.codec import (
     SURROGATE,
     Codec,
@@ -23,7 +33,6 @@ from boxmaker.proto.codec import (
     strict_converter,
 )
 from boxmaker.proto.ids import SessionId, parse_session_id
-from boxmaker.proto.records import ResultClass
 
 SOCKET_PATH_MAX_BYTES = 107
 """Of a unix socket's path on Linux; its closing NUL is the 108th."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from attrs import frozen
 
 from boxmaker.proto.codec import Count, JsonObject, Positive
+
+ResultClass: TypeAlias = Literal["public", "private", "secret"]
+"""Whom the result of a tool is for."""
 
 
 @frozen(kw_only=True)

@@ -9,6 +9,7 @@ Laws:
 from __future__ import annotations
 
 from collections.abc import Collection
+from json.decoder import scanstring  # type: ignore[attr-defined]  # typeshed leaves it out
 from json.encoder import encode_basestring
 from typing import Any, TypeAlias
 
@@ -173,6 +174,9 @@ def encode_request(turn: Turn) -> bytes:
 
 _CONTENT = '{"v":1,"kind":"turn_event","final":false,"body":{"event":{"type":"content","text":'
 _REASONING = '{"v":1,"kind":"turn_event","final":false,"body":{"event":{"type":"reasoning","text":'
+_CONTENT_BYTES = _CONTENT.encode("utf-8")
+_REASONING_BYTES = _REASONING.encode("utf-8")
+_TAIL = "}}}"
 
 
 def encode_answer(answer: Answer) -> bytes:
@@ -186,9 +190,31 @@ def encode_answer(answer: Answer) -> bytes:
         text: Any = answer.text  # type: ignore[union-attr]  # one of the two, as head says
         if type(text) is not str or SURROGATE.search(text):
             raise ValueRefused(path="$.text", problem="expected text without lone surrogates")
-        return frame((head + encode_basestring(text) + "}}}").encode("utf-8"))
+        return frame((head + encode_basestring(text) + _TAIL).encode("utf-8"))
     if isinstance(answer, TurnDone):
         return _frame("turn_done", True, TURN_DONE.to_object(answer))
     if isinstance(answer, WireError):
         return _frame("error", True, WIRE_ERROR.to_object(answer))
     return _frame("turn_event", False, {"event": TURN_EVENTS.to_object(answer)})
+
+
+def text_event(payload: bytes) -> Content | Reasoning | None:
+    """Read one of the two events that come once a token, if it is written as `encode_answer` writes it.
+
+    None for any other payload, right or wrong: that is `decode_answer`'s. A test holds both ways equal.
+    """
+    if payload.startswith(_CONTENT_BYTES):
+        kind: type[Content | Reasoning] = Content
+        begin = len(_CONTENT)
+    elif payload.startswith(_REASONING_BYTES):
+        kind, begin = Reasoning, len(_REASONING)
+    else:
+        return None
+    try:
+        whole = payload.decode("utf-8")
+        text, end = scanstring(whole, begin + 1)
+    except ValueError:
+        return None
+    if whole[begin] != '"' or whole[end:] != _TAIL or SURROGATE.search(text):
+        return None
+    return kind(text=text)

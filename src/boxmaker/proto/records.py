@@ -7,11 +7,11 @@ Source: M2b section 2 "Log records".
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, TypeAlias, cast, get_args
+from typing import TypeAlias, cast, get_args
 
 from attrs import frozen
 
-from boxmaker.proto.chat import ToolCall
+from boxmaker.proto.chat import ResultClass, ToolCall
 from boxmaker.proto.codec import (
     CHECKED_COUNTS,
     MAX_INTEGER,
@@ -24,7 +24,6 @@ from boxmaker.proto.codec import (
 from boxmaker.proto.ids import SessionId, parse_session_id
 from boxmaker.proto.time import Timestamp, is_timestamp, parse_timestamp
 
-ResultClass: TypeAlias = Literal["public", "private", "secret"]
 RESULT_CLASSES = frozenset(get_args(ResultClass))
 
 

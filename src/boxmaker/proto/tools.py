@@ -9,9 +9,9 @@ from typing import TypeAlias
 
 from attrs import frozen
 
+from boxmaker.proto.chat import ResultClass
 from boxmaker.proto.codec import Codec, Count, TaggedCodec, strict_converter
 from boxmaker.proto.ids import SessionId, parse_session_id
-from boxmaker.proto.records import ResultClass
 
 
 @frozen(kw_only=True)
