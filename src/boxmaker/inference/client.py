@@ -18,7 +18,7 @@ import ssl
 import time
 import types
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Literal
@@ -475,7 +475,7 @@ def _has_text(event: ChatEvent) -> bool:
     """Has the reply grown? Empty pieces must not keep it alive."""
     if isinstance(event, ToolCallDelta):
         return bool(event.id or event.name or event.arguments)
-    return isinstance(event, Content | Reasoning)
+    return type(event) in (Content, Reasoning)  # isinstance of a union is ten times as slow, and this is once a token
 
 
 class _Plain:
@@ -488,22 +488,23 @@ class _Plain:
         encoding = response.headers.get("content-encoding", "").strip().lower()
         self._inflate = zlib.decompressobj(zlib.MAX_WBITS | 32) if encoding in ("gzip", "x-gzip", "deflate") else None
 
-    def feed(self, chunk: bytes) -> Iterator[bytes]:
+    def feed(self, chunk: bytes) -> Iterable[bytes]:
         """Give what a chunk stands for.
 
         Raises:
             InferenceError: kind `broken`, when it is not compressed as it says.
         """
-        if self._inflate is None:
-            yield chunk
-            return
+        return (chunk,) if self._inflate is None else self._inflated(self._inflate, chunk)
+
+    @staticmethod
+    def _inflated(inflate: zlib._Decompress, chunk: bytes) -> Iterator[bytes]:
         piece = b""
         while chunk or len(piece) == INFLATED_BYTES:
             try:
-                piece = self._inflate.decompress(chunk, INFLATED_BYTES)
+                piece = inflate.decompress(chunk, INFLATED_BYTES)
             except zlib.error as exc:
                 raise InferenceError(kind="broken", message=f"the body cannot be decompressed: {exc}") from exc
-            chunk = self._inflate.unconsumed_tail
+            chunk = inflate.unconsumed_tail
             if piece:
                 yield piece
 

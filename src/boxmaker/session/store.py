@@ -63,6 +63,8 @@ class _Known:
     """When the log was last written: an edit in place may keep its size."""
     state: LogState
     encoder: RequestEncoder
+    kept_bytes: int = 0
+    """What it counted for when it was kept last."""
 
 
 @define
@@ -164,6 +166,7 @@ class Store:
         self._now = now
         self._running: dict[SessionId, _Running] = {}
         self._kept: OrderedDict[SessionId, _Known] = OrderedDict()
+        self._kept_bytes = 0
 
     @asynccontextmanager
     async def turn(
@@ -214,7 +217,7 @@ class Store:
 
     async def _create(self, session: SessionId, new: NewSession) -> None:
         started = self._now()
-        self._kept.pop(session, None)  # of one that was removed; its inode number may be used again
+        self._take_kept(session)  # of one that was removed; its inode number may be used again
 
         def create() -> None:
             if os.path.lexists(self.directory / session):
@@ -234,7 +237,7 @@ class Store:
 
     async def _open(self, session: SessionId, alternate: bool) -> tuple[int, _Known]:
         """Open, lock, and read what is not known yet."""
-        kept = self._kept.pop(session, None)
+        kept = self._take_kept(session)
         if kept is not None and kept.encoder.alternate != alternate:
             kept = None
 
@@ -271,11 +274,17 @@ class Store:
 
     def _keep(self, session: SessionId, known: _Known) -> None:
         """Remember the session just used; forget the least recently used ones beyond the limit."""
+        known.kept_bytes = known.encoder.size_bytes + _STATE_BYTES
         self._kept[session] = known
-        used = sum(other.encoder.size_bytes + _STATE_BYTES for other in self._kept.values())
-        while self._kept and used > self._memory_bytes:
-            _, oldest = self._kept.popitem(last=False)
-            used -= oldest.encoder.size_bytes + _STATE_BYTES
+        self._kept_bytes += known.kept_bytes
+        while self._kept_bytes > self._memory_bytes:
+            self._take_kept(next(iter(self._kept)))
+
+    def _take_kept(self, session: SessionId) -> _Known | None:
+        known = self._kept.pop(session, None)
+        if known is not None:
+            self._kept_bytes -= known.kept_bytes
+        return known
 
 
 def open_locked(sessions: Path, session: SessionId) -> int:
