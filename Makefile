@@ -9,7 +9,7 @@ SECONDS ?= 300
 # Two processes and up take the tests in turn: half of the time goes to waiting for servers, daemons and disks.
 WORKERS ?= --numprocesses auto --maxprocesses 4 --dist worksteal
 
-.PHONY: chat test prove verify-device verify-demo check cover crash mutants fuzz fmt clean
+.PHONY: chat test prove verify-device verify-demo check cover crash mutants fuzz bench fmt clean
 
 chat: $(VENV)/.demo
 	@$(BIN)/loopd demo
@@ -59,6 +59,11 @@ mutants: $(VENV)/.mutants
 # The pure decoders under inputs that nobody thought of, for SECONDS in all; `python -m tests.fuzz FILE` tries one again.
 fuzz: $(VENV)/.test
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS)
+
+# What boxmaker costs beside the model, as ratios within one run: a table, and build/bench.json. About 20 minutes;
+# BENCH='--quick per_token' is a small part of it.
+bench: $(VENV)/.test
+	$(BIN)/python -m benchmarks $(BENCH)
 
 fmt: $(VENV)/.test
 	$(BIN)/ruff format .
