@@ -17,7 +17,8 @@ ORDER = [
     "turn.runtime", "turn.steering", "turn.calls", "turn.loop", "channel.stop", "channel.server",
     "channel.client", "demo.server", "demo.run", "loopd.home", "loopd.selftest", "loopd.desk", "loopd.turns",
     "loopd.serve", "loopd.cli",
-    "loopd.__main__", "bxctl.output", "bxctl.render", "bxctl.chat", "bxctl.logs", "bxctl.cli", "bxctl.__main__",
+    "loopd.__main__", "bxctl.output", "bxctl.render", "bxctl.live",
+    "bxctl.chat", "bxctl.control", "bxctl.logs", "bxctl.cli", "bxctl.__main__",
     "testing.server", "testing.port", "testing.daemon", "testing.forced",
     "verify.judge", "verify.programs", "verify.device", "verify.demo", "verify.cli", "verify.__main__",
 ]  # fmt: skip
@@ -105,7 +106,17 @@ def test_pure_modules_have_no_clock_no_randomness_and_no_event_loop() -> None:
 
 
 def test_the_client_command_knows_neither_sessions_nor_the_server() -> None:
-    for name in ("bxctl.output", "bxctl.render", "bxctl.chat", "bxctl.logs", "bxctl.cli", "channel.client"):
+    for name in (
+        "bxctl.output",
+        "bxctl.render",
+        "bxctl.live",
+        "bxctl.chat",
+        "bxctl.control",
+        "bxctl.logs",
+        "bxctl.cli",
+        "channel.client",
+        "channel.stop",
+    ):
         for imported in imports(modules()[name]):
             package = imported.partition(".")[0]
             assert package not in {"inference", "tools", "turn", "loopd"}, name
