@@ -9,22 +9,23 @@ is free, for as long as its turn runs; nothing else differs, but that there is n
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import trio
 from attrs import evolve
 
 from benchmarks.processes import raise_file_limit
-from boxmaker.channel.server import Emit
+from boxmaker.channel.stop import Stop
 from boxmaker.config import Config, load_config
 from boxmaker.inference.client import Client
 from boxmaker.inference.facts import ServerFacts
 from boxmaker.inference.request import fixed_fields
 from boxmaker.log import log_to_stderr
+from boxmaker.loopd.desk import Emit
 from boxmaker.loopd.home import lock_home, prepare_home
-from boxmaker.loopd.serve import MIB, TurnService, _accept, _stop_signals, now
-from boxmaker.proto.channel import Turn, TurnDone
+from boxmaker.loopd.serve import MIB, _accept, _stop_signals, now
+from boxmaker.loopd.turns import TurnService
+from boxmaker.proto.channel import Final, Request
 from boxmaker.session.disk import ThreadDisk
 from boxmaker.session.store import Store
 from boxmaker.tools.fake import FakeTools, fake_registry
@@ -40,11 +41,11 @@ class ManySlots(TurnService):
         for rt in rts:
             self._give.send_nowait(TurnService(rt, store))
 
-    async def run(self, turn: Turn, emit: Emit, gone: Callable[[], bool]) -> TurnDone:
+    async def run(self, request: Request, emit: Emit, stop: Stop) -> Final:
         """Run one turn, as its parent does, once a slot is free."""
         service = await self._take.receive()
         try:
-            return await service.run(turn, emit, gone)
+            return await service.run(request, emit, stop)
         finally:
             self._give.send_nowait(service)
 

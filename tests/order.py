@@ -308,9 +308,9 @@ class Model:
 
     def _run(self, turn: Turn, tries: Iterator[Try], tools: Iterator[Response]) -> Json:
         for place, call in enumerate(self._open_calls()):  # a kill left them
-            text = "Not run: the turn ended before this call."
+            text = "Not run: boxmaker was stopped before this call."
             if place == 0:
-                text = "Interrupted: the call was running when the turn ended; its outcome is unknown."
+                text = "Interrupted: boxmaker failed while the call may have been running; its outcome is unknown."
             self._result(call, text)
         self.records.append({"type": "user", "content": turn.text})
         if turn.queued:

@@ -81,6 +81,9 @@ def test_every_key_but_the_url_has_the_default_of_the_design(tmp_path: Path) -> 
     assert config.loop.tool_iterations == 8
     assert config.loop.repeat_detection is True
     assert config.loop.tool_result_cap == 16_384
+    assert config.loop.parallel_tools == 4
+    assert config.loop.turn_s is None
+    assert config.tools.call_s is None
     assert config.baseline.system == tmp_path / "system.md"
     assert config.baseline.system_set is False
     assert config.baseline.token_budget == 3000
@@ -104,12 +107,15 @@ SECONDS = [
     ("channel", "request_s"),
     ("channel", "write_timeout_s"),
     ("channel", "grace_s"),
+    ("loop", "turn_s"),
+    ("tools", "call_s"),
 ]
 COUNTS = [
     ("thinking", "cap"),
     ("retry", "attempts"),
     ("session", "memory_mib"),
     ("loop", "tool_iterations"),
+    ("loop", "parallel_tools"),
     ("baseline", "token_budget"),
 ]
 SIZES = [
@@ -214,7 +220,9 @@ def test_what_we_work_out_ourselves_is_no_key(tmp_path: Path, key: str) -> None:
 
 
 def test_an_unknown_table_is_named_with_the_known_ones(tmp_path: Path) -> None:
-    known = "request, server, slots, thinking, retry, timeouts, inference, channel, paths, session, loop, baseline"
+    known = (
+        "request, server, slots, thinking, retry, timeouts, inference, channel, paths, session, loop, tools, baseline"
+    )
     assert problems(tmp_path, MINIMAL + "[servers]\nurl = 1\n") == [f"[servers]: unknown table; known are {known}"]
     assert problems(tmp_path, MINIMAL + "[[x]]\ny = 1\n") == [f"[x]: unknown table; known are {known}"]
     assert problems(tmp_path, "main = 1\n" + MINIMAL) == [
@@ -244,7 +252,7 @@ def test_several_problems_are_several_lines(tmp_path: Path) -> None:
     """
     assert problems(tmp_path, text) == [
         "[lop]: unknown table; known are request, server, slots, thinking, retry, timeouts, inference, channel, paths, "
-        "session, loop, baseline",
+        "session, loop, tools, baseline",
         '[server] url: found \'ftp://h\', allowed is text like "http://127.0.0.1:8080" or "unix:/run/llama/llama.sock"',
         "[slots] main: found -1, allowed is an integer ≥ 0",
         "[slots] mian: unknown key; allowed are main",

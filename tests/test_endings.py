@@ -41,10 +41,12 @@ from boxmaker import errors
 from boxmaker.bxctl.cli import main
 from boxmaker.channel.client import TurnChannel
 from boxmaker.channel.server import Emit
+from boxmaker.channel.stop import Stop
 from boxmaker.errors import ChannelClosed, InferenceError, NoSuchSession, StorageError, TurnLimit, WireableError
 from boxmaker.inference.completion import BUDGET_MESSAGE
-from boxmaker.loopd.serve import TurnService, _accept
-from boxmaker.proto.channel import Cut, ErrorCode, Turn, TurnDone
+from boxmaker.loopd.serve import _accept
+from boxmaker.loopd.turns import TurnService
+from boxmaker.proto.channel import Cut, ErrorCode, Final, Request
 from boxmaker.proto.ids import parse_session_id
 from boxmaker.proto.time import Timestamp
 from boxmaker.proto.tools import ToolRequest, ToolResponse
@@ -52,7 +54,7 @@ from boxmaker.session.disk import InlineDisk
 from boxmaker.session.logs import check
 from boxmaker.session.store import LOG_NAME
 from boxmaker.testing.daemon import Daemon, fixed_now, running_daemon
-from boxmaker.testing.port import ScriptedPort, hang, public
+from boxmaker.testing.port import Response, ScriptedPort, hang, public
 from boxmaker.testing.server import (
     LOADING,
     STREAM_HEAD,
@@ -166,11 +168,11 @@ class Service(TurnService):
         super().__init__(daemon.rt, daemon.store)
         self._clock = clock
 
-    async def run(self, turn: Turn, emit: Emit, gone: Callable[[], bool]) -> TurnDone:
+    async def run(self, request: Request, emit: Emit, stop: Stop) -> Final:
         if self._clock is not None:
             self._clock.autojump_threshold = 0
         try:
-            return await super().run(turn, emit, gone)
+            return await super().run(request, emit, stop)
         finally:
             if self._clock is not None:
                 self._clock.autojump_threshold = math.inf
@@ -335,8 +337,13 @@ def every_call_has_one_result_in_order(raw: bytes) -> None:
 
 
 def request(**body: Any) -> bytes:
-    """A request by hand."""
-    return scripted_loopd.framed({"v": 1, "kind": "turn", "final": True, "body": body})
+    """A turn's request by hand."""
+    return framed("turn", **body)
+
+
+def framed(kind: str, **body: Any) -> bytes:
+    """A request of any kind by hand."""
+    return scripted_loopd.framed({"v": 1, "kind": kind, "final": True, "body": body})
 
 
 def bxctl(socket: Path, content: str, session: str | None = None) -> tuple[int, list[dict[str, Any]], str]:
@@ -416,7 +423,7 @@ def ends(name: str) -> Callable[[Driver], Driver]:
     return keep
 
 
-def said(name: str, *scripts: Script, calls: Sequence[ToolResponse] = (), **more: Any) -> None:
+def said(name: str, *scripts: Script, calls: Sequence[Response] = (), **more: Any) -> None:
     """A row that takes no more than the server's replies, those of the tools, and a turn of a new session."""
 
     @ends(name)
@@ -455,6 +462,13 @@ said(
     uncounted(calls=TWO_CALLS),
     calls=[public("noon")],
     text="[loop]\ntool_iterations = 1\n",
+)
+said(
+    "the turn takes too long",
+    uncounted(calls=TWO_CALLS),
+    calls=[hang],
+    text="[loop]\nturn_s = 60\n",
+    time_passes=True,
 )
 said(
     "the same calls again",
@@ -508,6 +522,89 @@ async def slot_stays_busy(place: Place) -> dict[str, str]:
         seen = await it.say()
         assert it.server.completions == []
         return await it.row(seen)
+
+
+# -- others have their say -----------------------------------------------------------------------
+
+
+@ends("an answer to what steered it")
+async def is_steered(place: Place) -> dict[str, str]:
+    half = trio.Event()
+    async with place.whole() as it:
+        await it.go_on(EXISTING)
+        it.server.scripts = [
+            [Send(HALF_A_REPLY), Until(half), Send(ending())],
+            reply("Oh.", cache_n=14),
+        ]
+        seen: list[Seen] = []
+
+        async def say() -> None:
+            seen.append(await it.say(session=EXISTING))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(say)
+            await it.server.wait_for_completions(2)
+            peer = await it.connect(framed("steer", session=EXISTING, content="rather this"))
+            await wait_all_tasks_blocked()
+            half.set()
+            assert await peer.rest() == [{}]
+        assert json.loads(it.server.bodies[2])["messages"][-1] == {"role": "user", "content": "rather this"}
+        return await it.row(seen[0])
+
+
+@ends("an answer after waiting in line")
+async def waits_in_line(place: Place) -> dict[str, str]:
+    half = trio.Event()
+    first_reply: Script = [Send(HALF_A_REPLY), Until(half), Send(ending())]
+    async with place.whole(first_reply, reply("Now.", cache_n=14)) as it:
+        first = await it.begin("new")
+        await first.until("content")
+        body = {"session": "new", "content": "next", "resume": True, "when_busy": "wait"}
+        second = await it.connect(framed("turn", **body))
+        await second.until("queued")
+        before = it.log_bytes("new")
+        half.set()
+        await first.rest()
+        bodies = await second.rest()
+        records = types(added(before, it.log_bytes("new")))
+        assert records[:2] == ["assistant", "usage"], "the turn before it"
+        return await it.row(Seen(session="new", records=records[2:], bodies=bodies, status=0))
+
+
+async def cancelled_as_seen(place: Place, port: ScriptedPort, until: str, *scripts: Script) -> dict[str, str]:
+    async with place.whole(*scripts, port=port) as it:
+        peer = await it.begin("new")
+        await peer.until(until)
+        other = await it.connect(framed("cancel", session="new", cause="owner"))
+        bodies = await peer.rest()
+        seen = it.seen("new", b"", bodies, await bxctl_on(bodies[-1]))
+        assert await other.rest() == [{"ending": "cancelled", "cause": "owner", "slot_free": True}]
+        return await it.row(seen)
+
+
+@ends("the owner cancels it in a stream")
+async def cancelled_in_a_stream(place: Place) -> dict[str, str]:
+    return await cancelled_as_seen(place, ScriptedPort(), "content", [Send(HALF_A_REPLY), Hang()])
+
+
+@ends("the owner cancels it in a tool")
+async def cancelled_in_a_tool(place: Place) -> dict[str, str]:
+    return await cancelled_as_seen(place, ScriptedPort([hang]), "tool_call_started", uncounted(calls=TWO_CALLS))
+
+
+@ends("a newer message takes its place")
+async def replaced(place: Place) -> dict[str, str]:
+    async with place.whole([Send(HALF_A_REPLY), Hang()], uncounted("Now.")) as it:
+        peer = await it.begin("new")
+        await peer.until("content")
+        body = {"session": "new", "content": "rather this", "resume": True, "when_busy": "replace"}
+        newer = await it.connect(framed("turn", **body))
+        bodies = await peer.rest()
+        assert (await newer.rest())[-1]["content"] == "Now."
+        records = types(it.log_bytes("new"))
+        assert records[-3:] == ["user", "assistant", "usage"], "those of the newer one"
+        status = await bxctl_on(bodies[-1])
+        return await it.row(Seen(session="new", records=records[:-3], bodies=bodies, status=status))
 
 
 # -- the channel leaves, or does not read --------------------------------------------------------
@@ -596,6 +693,24 @@ async def shuts_down(place: Place) -> dict[str, str]:
             began = trio.current_time()
             seen = await it.say()
         assert trio.current_time() - began == pytest.approx(it.daemon.config.channel.grace_s)
+    async with place.whole() as it:
+        return await it.row(seen)
+
+
+@ends("the daemon shuts down while it waits in line")
+async def shuts_down_in_line(place: Place) -> dict[str, str]:
+    async with place.whole([Send(HALF_A_REPLY), Hang()]) as it:
+        first = await it.begin("new")
+        await first.until("content")
+        before = it.log_bytes("new")
+        body = {"session": "new", "content": "next", "resume": True, "when_busy": "wait"}
+        second = await it.connect(framed("turn", **body))
+        await second.until("queued")
+        began = trio.current_time()
+        await it.signals.send(signal.SIGTERM)
+        bodies = await second.rest()
+        assert trio.current_time() == began, "it has no grace: nothing of it has begun"
+        seen = it.seen("new", before, bodies, await bxctl_on(bodies[-1]))
     async with place.whole() as it:
         return await it.row(seen)
 
@@ -904,6 +1019,15 @@ async def no_such_session(place: Place) -> dict[str, str]:
         it.server.scripts = [reply("Hello.")]
         status = (await it.say(session="another")).status
         return await it.row(it.seen(EXISTING, b"", bodies, status))
+
+
+@ends("refused: nothing runs that could be steered")
+async def nothing_to_steer(place: Place) -> dict[str, str]:
+    async with place.whole() as it:
+        await it.go_on(EXISTING)
+        before = it.log_bytes(EXISTING)
+        bodies = await (await it.connect(framed("steer", session=EXISTING, content="psst"))).rest()
+        return await it.row(it.seen(EXISTING, before, bodies, await bxctl_on(bodies[-1])))
 
 
 @ends("refused: a request over `max_frame`")

@@ -22,6 +22,7 @@ from boxmaker.errors import (
     InternalError,
     NobodyListens,
     NoSuchSession,
+    NoTurn,
     SessionBusy,
     SessionDamaged,
     SessionExists,
@@ -29,6 +30,7 @@ from boxmaker.errors import (
     ShuttingDown,
     StartError,
     StorageError,
+    TurnCancelled,
     TurnLimit,
     UnsupportedVersion,
     ValueRefused,
@@ -96,6 +98,13 @@ TEXTS: list[tuple[BoxmakerError, str, dict[str, object] | None]] = [
     (TurnLimit(limit="repeat_detection", value=2),
      "the turn was ended because the model repeated the same tool calls ([loop] repeat_detection)",
      {"limit": "repeat_detection", "value": 2}),
+    (TurnLimit(limit="turn_s", value=600), "the turn was ended after 600 s ([loop] turn_s)", {"limit": "turn_s"}),
+    (TurnCancelled(cause="owner"), "the turn was cancelled by its owner", {"cause": "owner"}),
+    (TurnCancelled(cause="replaced"),
+     "the turn was cancelled: a newer message took its place", {"cause": "replaced"}),
+    (NoTurn(session="a", ending="idle"), "no turn of session a runs; send the text as a turn", {"ending": "idle"}),
+    (NoTurn(session="a", ending="turn_limit"),
+     "the turn of session a ended first (turn_limit); send the text as a turn", {"ending": "turn_limit"}),
 ]  # fmt: skip
 """An instance, its text, and its detail for the channel (None: it never goes there)."""
 

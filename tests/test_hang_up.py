@@ -21,7 +21,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 from boxmaker.channel.client import TurnChannel
 from boxmaker.channel.server import serve_connection
 from boxmaker.errors import BadFrame, ChannelClosed
-from boxmaker.loopd.serve import TurnService
+from boxmaker.loopd.turns import TurnService
 from boxmaker.proto.channel import ToolCallStarted, Turn, TurnDone
 from boxmaker.proto.chat import Content, Progress, Queued, Reasoning, Retrying, Waiting
 from boxmaker.proto.frames import encode_request
@@ -45,7 +45,9 @@ from boxmaker.testing.server import (
     reply,
     scripted_server,
 )
-from boxmaker.turn import Emit, Runtime, _Turn, run_turn
+from boxmaker.turn.loop import _Turn, run_turn
+from boxmaker.turn.runtime import Emit, Runtime
+from boxmaker.turn.steering import TurnControl
 from tests.strict import refuse
 
 T = TypeVar("T")
@@ -404,7 +406,7 @@ async def keeps_the_gate(session: Session, rt: Runtime, content: str, emit: Emit
 
 async def leaves_calls_open(session: Session, rt: Runtime, content: str, emit: Emit) -> None:
     """A planted fault: a cancel gives no results to open calls."""
-    turn = _Turn(session, rt, emit)
+    turn = _Turn(session, rt, emit, TurnControl())
     try:
         await turn.run(content)
     finally:

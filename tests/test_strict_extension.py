@@ -52,7 +52,7 @@ from boxmaker.session.replay import messages
 from boxmaker.testing.daemon import Daemon, running_daemon
 from boxmaker.testing.port import Response, ScriptedPort, hang
 from boxmaker.testing.server import ScriptedServer, error_response, scripted_server
-from boxmaker.tools import dispatch
+from boxmaker.tools import dispatch, endings
 from boxmaker.tools.registry import RegisteredTool, Registry
 from tests import naive
 from tests.naive import naive_body, naive_history, naive_records, naive_rest
@@ -513,14 +513,16 @@ BY_TEXT = {
     "a result over the cap": "[truncated]",
     "a failed tool": dispatch.tool_failed(""),
     "a fault in the port": "an error inside the tool port",
-    "a denied tool": dispatch.call_denied(""),
-    "a call that needs approval": dispatch.NO_APPROVAL,
-    "a repeated call": dispatch.ALREADY_CALLED,
-    "a second repeat": dispatch.REPEATED_AGAIN,
-    "a call over the iterations": dispatch.OVER_ITERATIONS,
-    "a call of a cut reply": dispatch.REPLY_CUT,
-    "an interrupted call": dispatch.INTERRUPTED,
-    "a call that was not reached": dispatch.NOT_RUN,
+    "a denied tool": endings.call_denied(""),
+    "a call that needs approval": endings.NO_APPROVAL,
+    "a repeated call": endings.ALREADY_CALLED,
+    "a second repeat": endings.REPEATED_AGAIN,
+    "a call over the iterations": endings.OVER_ITERATIONS,
+    "a call of a cut reply": endings.REPLY_CUT,
+    "an interrupted call": endings.INTERRUPTED,
+    "a call that was not reached": endings.NOT_RUN,
+    "a call of a killed daemon": endings.KILLED,
+    "a call that a killed daemon had not reached": endings.STOPPED,
     "arguments that do not parse": "The arguments did not parse",
     "an unknown tool": "Unknown tool",
     "a tool that was found": "Call it with call_tool.",
@@ -566,7 +568,7 @@ def kinds_of(turn: Turn, happened: Happened, before: bytes, after: bytes, taken:
     if isinstance(happened.answer, WireError):
         yield f"ends with {happened.answer.code.value} {happened.answer.detail.get('limit', '')}".rstrip()
     if happened.interruptions:
-        unfinished = {dispatch.INTERRUPTED, dispatch.NOT_RUN} & {*results[len(open_calls(before)) :]}
+        unfinished = {endings.INTERRUPTED, endings.NOT_RUN} & {*results[len(open_calls(before)) :]}
         place = (
             "after its answer" if isinstance(happened.answer, TurnDone)
             else "before its user text" if not of_type["user"]

@@ -906,8 +906,8 @@ async def test_open_calls_of_a_killed_daemon_get_their_results_before_the_next_u
             log = daemon.log("s")
     assert answers[:2] == [finished("clock"), finished("clock")]
     assert after_start(log)[3:6] == [
-        result(0, "a", "Interrupted: the call was running when the turn ended; its outcome is unknown."),
-        result(1, "b", "Not run: the turn ended before this call."),
+        result(0, "a", "Interrupted: boxmaker failed while the call may have been running; its outcome is unknown."),
+        result(1, "b", "Not run: boxmaker was stopped before this call."),
         User(time=T, content="2"),
     ]
     assert not any(isinstance(answer, ToolCallStarted) for answer in answers)

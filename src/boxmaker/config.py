@@ -261,11 +261,20 @@ class Session:
 
 @frozen(kw_only=True)
 class Loop:
-    """Limits of one turn."""
+    """Limits of one turn; without `turn_s` it may take any time."""
 
     tool_iterations: int = _key(8, _count)
     repeat_detection: bool = _key(True, _flag)
     tool_result_cap: int = _key(16_384, _size)
+    parallel_tools: int = _key(4, _count)
+    turn_s: float | None = _key(None, _seconds)
+
+
+@frozen(kw_only=True)
+class Tools:
+    """How tools run; without `call_s` a call may take any time."""
+
+    call_s: float | None = _key(None, _seconds)
 
 
 @frozen(kw_only=True)
@@ -293,6 +302,7 @@ class Config:
     paths: Paths
     session: Session
     loop: Loop
+    tools: Tools
     baseline: BaselineConfig
 
 
@@ -307,6 +317,7 @@ _TABLES: dict[str, type[Any]] = {
     "paths": Paths,
     "session": Session,
     "loop": Loop,
+    "tools": Tools,
     "baseline": BaselineConfig,
 }
 

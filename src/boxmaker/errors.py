@@ -14,7 +14,9 @@
        ├─ StorageError                     the disk said no; the file is as it was before
        ├─ InferenceError                   the server failed, after the retries the policy allows
        ├─ SessionFull                      the prompt no longer fits the slot's context
-       └─ TurnLimit                        a runaway was stopped; the session stays usable
+       ├─ TurnLimit                        a runaway was stopped; the session stays usable
+       ├─ TurnCancelled                    the owner stopped the turn, or a newer message took its place
+       └─ NoTurn                           there is no turn (any more) that could be steered
 
 A family answers what the caller may do. An error carries fields; its text is made from them.
 Errors of httpx, os and json stop at the module that wraps the foreign thing.
@@ -329,13 +331,50 @@ class TurnLimit(WireableError):
     """A limit ended the turn; what was appended stays and every call has a result."""
 
     code: ClassVar[str] = "turn_limit"
-    limit: Literal["tool_iterations", "repeat_detection"]
-    value: int
+    limit: Literal["tool_iterations", "repeat_detection", "turn_s"]
+    value: float
 
     def __str__(self) -> str:
+        if self.limit == "turn_s":
+            return f"the turn was ended after {self.value:g} s ([loop] turn_s)"
         if self.limit == "tool_iterations":
             return f"the turn was ended after {self.value} rounds of tool calls ([loop] tool_iterations)"
         return "the turn was ended because the model repeated the same tool calls ([loop] repeat_detection)"
 
     def detail(self) -> dict[str, object]:
+        if self.limit == "turn_s":
+            return {"limit": self.limit}
         return {"limit": self.limit, "value": self.value}
+
+
+@define(kw_only=True)
+class TurnCancelled(WireableError):
+    """The turn was cancelled from outside its channel; what was appended stays and every call has a result."""
+
+    code: ClassVar[str] = "cancelled"
+    cause: str
+
+    def __str__(self) -> str:
+        if self.cause == "replaced":
+            return "the turn was cancelled: a newer message took its place"
+        return "the turn was cancelled by its owner"
+
+    def detail(self) -> dict[str, object]:
+        return {"cause": self.cause}
+
+
+@define(kw_only=True)
+class NoTurn(WireableError):
+    """Nothing to steer: `ending` is `idle`, or how the turn ended before the text could join it."""
+
+    code: ClassVar[str] = "no_turn"
+    session: str
+    ending: str
+
+    def __str__(self) -> str:
+        if self.ending == "idle":
+            return f"no turn of session {self.session} runs; send the text as a turn"
+        return f"the turn of session {self.session} ended first ({self.ending}); send the text as a turn"
+
+    def detail(self) -> dict[str, object]:
+        return {"ending": self.ending}

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +51,35 @@ class Wait:
     """Say nothing more until `go_on` is set."""
 
 
-Script = Sequence[bytes | Hang | Wait]
+@define
+class Until:
+    """Say nothing more until a request of that kind has come, on a connection of its own."""
+
+    kind: str
+
+
+Script = Sequence[bytes | Hang | Wait | Until]
+
+
+def final(kind: str, **body: Any) -> bytes:
+    """A final frame of any kind; the field `from_` is `from`."""
+    named = {key.rstrip("_"): value for key, value in body.items()}
+    return framed({"v": 1, "kind": kind, "final": True, "body": named})
 
 
 @define
 class ScriptedLoopd:
-    """`requests` are the bodies of what was asked, in order; `hung_up` is set when a client left in a Hang."""
+    """`requests` are the bodies of the turns, in order; `hung_up` is set when a client left in a Hang.
+
+    What controls a turn comes on connections of its own, also while one is answered: `asked` are its kinds and bodies,
+    `answers` what each kind gets, in order.
+    """
 
     path: Path
     scripts: list[Script]
+    answers: dict[str, list[Script]] = field(factory=dict)
+    asked: list[tuple[str, dict[str, Any]]] = field(factory=list)
+    _news: threading.Condition = field(factory=threading.Condition)
     requests: list[dict[str, Any]] = field(factory=list)
     hung_up: threading.Event = field(factory=threading.Event)
     go_on: threading.Event = field(factory=threading.Event)
@@ -69,15 +90,26 @@ class ScriptedLoopd:
         return [request["resume"] for request in self.requests]
 
     def serve(self, listener: socket.socket) -> None:
-        """Serve one connection after another, until the listener is shut down."""
+        """Serve each connection, until the listener is shut down."""
+        threads = []
         while True:
             try:
                 connection, _ = listener.accept()
             except OSError:
-                return
-            with connection:
-                connection.settimeout(LIMIT_S)
-                self._answer(connection)
+                break
+            threads.append(threading.Thread(target=self._serve, args=(connection,), daemon=True))
+            threads[-1].start()
+        for thread in threads:
+            thread.join(LIMIT_S)
+            assert not thread.is_alive()
+
+    def _was_asked(self, wanted: str) -> bool:
+        return any(kind == wanted for kind, _ in self.asked)
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection:
+            connection.settimeout(LIMIT_S)
+            self._answer(connection)
 
     def _answer(self, connection: socket.socket) -> None:
         with connection.makefile("rb") as reader:
@@ -86,13 +118,22 @@ class ScriptedLoopd:
                 return
             request = json.loads(reader.read(int.from_bytes(length, "big")))
             assert list(request) == ["v", "kind", "final", "body"], request
-            assert (request["v"], request["kind"], request["final"]) == (1, "turn", True)
-            self.requests.append(request["body"])
-            script = self.scripts.pop(0) if self.scripts else [error("internal", "the script has no answer left")]
+            assert (request["v"], request["final"]) == (1, True)
+            kind = request["kind"]
+            if kind == "turn":
+                self.requests.append(request["body"])
+            scripts = self.scripts if kind == "turn" else self.answers.get(kind, [])
+            script = scripts.pop(0) if scripts else [error("internal", "the script has no answer left")]
+            with self._news:
+                self.asked.append((kind, request["body"]))
+                self._news.notify_all()
             for step in script:
                 if isinstance(step, Hang):
                     assert reader.read(1) == b""
                     self.hung_up.set()
+                elif isinstance(step, Until):
+                    with self._news:
+                        assert self._news.wait_for(partial(self._was_asked, step.kind), LIMIT_S)
                 elif isinstance(step, Wait):
                     assert self.go_on.wait(LIMIT_S)
                 else:

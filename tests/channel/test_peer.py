@@ -14,7 +14,7 @@ from boxmaker.channel.client import TurnChannel
 from boxmaker.channel.peer import peer_uid
 from boxmaker.channel.server import Closing, Emit, serve_connection
 from boxmaker.config import Channel
-from boxmaker.proto.channel import ErrorCode, Turn, TurnDone, WireError
+from boxmaker.proto.channel import ErrorCode, Request, Turn, TurnDone, WireError
 from boxmaker.proto.chat import Figures
 from boxmaker.proto.frames import encode_request
 from boxmaker.proto.ids import SessionId
@@ -22,7 +22,7 @@ from boxmaker.proto.ids import SessionId
 TURN = encode_request(Turn(session=SessionId("s"), content="hi", resume=False))
 
 
-async def answer(turn: Turn, emit: Emit, gone: object) -> TurnDone:
+async def answer(turn: Request, emit: Emit, stop: object) -> TurnDone:
     figures = Figures(cache_n=None, prompt_n=None, predicted_n=None, reasoning_tokens=0, thinking_capped=False)
     return TurnDone(content="served", usage=figures)
 

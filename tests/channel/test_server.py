@@ -16,12 +16,12 @@ from attrs import define
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from boxmaker.channel.client import TurnChannel
-from boxmaker.channel.server import Closing, Emit, RunTurn, serve_connection
+from boxmaker.channel.server import Answering, Closing, Emit, serve_connection
 from boxmaker.config import Channel
 from boxmaker.errors import SessionFull, StorageError
 from boxmaker.log import KeyValueFormatter
 from boxmaker.proto import records
-from boxmaker.proto.channel import ErrorCode, ToolCallStarted, ToolResult, Turn, TurnDone, WireError
+from boxmaker.proto.channel import ErrorCode, Request, ToolCallStarted, ToolResult, Turn, TurnDone, WireError
 from boxmaker.proto.chat import Content, Figures, Progress, Queued, Reasoning, Waiting
 from boxmaker.proto.frames import Answer, encode_request
 from boxmaker.proto.ids import parse_session_id
@@ -546,7 +546,7 @@ async def test_a_channel_that_stalls_in_tool_calls_leaves_every_call_with_a_resu
     assert events(caplog) == [("channel_stalled", None), ("turn_end", "cancelled")]
 
 
-async def talk_forever(turn: Turn, emit: Emit, gone: object) -> TurnDone:
+async def talk_forever(turn: Request, emit: Emit, stop: object) -> TurnDone:
     """A turn that never stops talking."""
     while True:
         await emit([Content(text="y" * 1000)])
@@ -736,7 +736,7 @@ async def test_a_turn_cancelled_at_the_end_of_the_grace_is_told_so_and_its_log_i
 # -- turns of the test's own -------------------------------------------------------------------
 
 
-async def served(run_turn: RunTurn, closing: Closing | None = None) -> list[Any]:
+async def served(run_turn: Answering, closing: Closing | None = None) -> list[Any]:
     """Every frame of one connection that is served with a turn of the test."""
     ours, theirs = trio.socket.socketpair()
     found: list[Any] = []
@@ -749,10 +749,10 @@ async def served(run_turn: RunTurn, closing: Closing | None = None) -> list[Any]
     return found
 
 
-def raising(*errors: Exception) -> RunTurn:
+def raising(*errors: Exception) -> Answering:
     """A turn that says something, and then ends with an exception or a group of several."""
 
-    async def run_turn(turn: Turn, emit: Emit, gone: object) -> TurnDone:
+    async def run_turn(turn: Request, emit: Emit, stop: object) -> TurnDone:
         await emit([Content(text="so far")])
         if len(errors) == 1:
             raise errors[0]
@@ -800,7 +800,7 @@ async def test_a_turn_that_ends_by_itself_while_it_is_cancelled_keeps_its_answer
     closing = Closing()
     usage = Figures(cache_n=0, prompt_n=1, predicted_n=1, reasoning_tokens=0, thinking_capped=False)
 
-    async def run_turn(turn: Turn, emit: Emit, gone: object) -> TurnDone:
+    async def run_turn(turn: Request, emit: Emit, stop: object) -> TurnDone:
         closing.begin()
         closing.cancel_turns()
         return TurnDone(content="done all the same", usage=usage)
@@ -816,7 +816,7 @@ async def test_a_peer_of_another_user_is_refused_before_it_is_read(
     caplog.set_level(logging.INFO, "boxmaker")
     asked = []
 
-    async def run_turn(turn: Turn, emit: Emit, gone: object) -> TurnDone:
+    async def run_turn(turn: Request, emit: Emit, stop: object) -> TurnDone:
         asked.append(turn)
         raise FULL
 

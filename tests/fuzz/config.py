@@ -82,7 +82,11 @@ TABLE: dict[str, dict[str, Callable[[Any], Verdict]]] = {
     },
     "paths": {"home": path},
     "session": {"memory_mib": count},
-    "loop": {"tool_iterations": count, "repeat_detection": flag, "tool_result_cap": size},
+    "loop": {
+        "tool_iterations": count, "repeat_detection": flag, "tool_result_cap": size, "parallel_tools": count,
+        "turn_s": number,
+    },
+    "tools": {"call_s": number},
     "baseline": {"system": path, "token_budget": count},
 }  # fmt: skip
 OURS = {

@@ -98,20 +98,40 @@ def one_of(*words: str) -> Judge:
 
 
 def fields(**judges: Judge) -> Judge:
-    """An object with exactly these keys; a trailing `_` is not part of the name."""
+    """An object with exactly these keys; a trailing `_` is not part of the name; `when_busy` is optional."""
     named = {key.removesuffix("_"): judge for key, judge in judges.items()}
 
     def check(value: Any) -> bool:
-        return type(value) is dict and set(value) == set(named) and all(named[key](value[key]) for key in named)
+        if type(value) is not dict or not set(named) - {"when_busy"} <= set(value) <= set(named):
+            return False
+        return all(named[key](value[key]) for key in value)
 
     return check
 
 
-BODY = fields(
-    session=lambda value: type(value) is str and bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", value)),
-    content=lambda value: text(value) and "\0" not in value,
-    resume=flag,
-)
+def array_of(judge: Judge) -> Judge:
+    return lambda value: type(value) is list and all(map(judge, value))
+
+
+def session_id(value: Any) -> bool:
+    return type(value) is str and bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", value))
+
+
+def user_text(value: Any) -> bool:
+    return text(value) and "\0" not in value
+
+
+def or_null(judge: Judge) -> Judge:
+    return lambda value: value is None or judge(value)
+
+
+REQUESTS: dict[str, Judge] = {
+    "turn": fields(session=session_id, content=user_text, resume=flag, when_busy=one_of("refuse", "wait", "replace")),
+    "steer": fields(session=session_id, content=user_text),
+    "cancel": fields(session=session_id, cause=one_of("owner")),
+    "fork": fields(session=session_id, from_=or_null(positive), new=session_id),
+    "status": fields(),
+}
 EVENTS: dict[str, Judge] = {
     "queued": fields(ahead=positive),
     "waiting": fields(slot_busy=flag),
@@ -124,15 +144,40 @@ EVENTS: dict[str, Judge] = {
     "retrying": fields(attempt=positive, after_ms=count, error=text),
     "cache_loss": fields(expected=count, got=count),
     "cut": fields(reason=one_of("length", "thinking_cap")),
+    "steered": fields(content=user_text),
 }
-DONE = fields(
-    content=text,
-    usage=fields(cache_n=figure, prompt_n=figure, predicted_n=figure, reasoning_tokens=count, thinking_capped=flag),
-)
+FINALS: dict[str, Judge] = {
+    "turn_done": fields(
+        content=text,
+        usage=fields(cache_n=figure, prompt_n=figure, predicted_n=figure, reasoning_tokens=count, thinking_capped=flag),
+    ),
+    "steered": fields(),
+    "cancel_done": fields(
+        ending=text,
+        cause=or_null(one_of("owner", "replaced", "disconnect", "stalled_channel", "shutdown")),
+        slot_free=flag,
+    ),
+    "fork_done": fields(session=session_id, from_=positive),
+    "status_done": fields(
+        version=text,
+        pid=count,
+        server=fields(url=text, state=one_of("ready", "loading", "unreachable")),
+        slots=array_of(fields(id=count, busy=flag, ours=flag)),
+        sessions=array_of(
+            fields(
+                session=session_id,
+                phase=one_of("starting", "waiting", "model", "tools", "ending"),
+                age_ms=count,
+                waiting=count,
+            )
+        ),
+    ),
+}
 ERROR = fields(
     code=one_of(
         "bad_frame", "bad_request", "unsupported_version", "internal", "shutting_down", "storage", "session_damaged",
         "session_full", "turn_limit", "session_busy", "no_such_session", "session_exists", "inference",
+        "cancelled", "no_turn",
     ),
     message=text,
     detail=lambda value: type(value) is dict and not has_surrogate(value),
@@ -155,12 +200,14 @@ def opened(payload: bytes) -> tuple[str, Any]:
 
 
 def request_of(payload: bytes) -> tuple[str, Any]:
-    """An error code, or `turn` and the body."""
+    """An error code, or the kind and the body."""
     code, value = opened(payload)
     if code:
         return code, None
-    good = exact(value["kind"]) == '"turn"' and value["final"] is True and BODY(value["body"])
-    return ("turn", value["body"]) if good else ("bad_request", None)
+    kind, final, body = value["kind"], value["final"], value["body"]
+    if type(kind) is str and kind in REQUESTS and final is True and REQUESTS[kind](body):
+        return kind, ({"when_busy": "refuse", **body} if kind == "turn" else body)
+    return "bad_request", None
 
 
 def answer_of(payload: bytes) -> tuple[str, Any]:
@@ -169,8 +216,8 @@ def answer_of(payload: bytes) -> tuple[str, Any]:
     if code:
         return code, None
     kind, final, body = value["kind"], value["final"], value["body"]
-    if kind == "turn_done" and final is True and DONE(body):
-        return "turn_done", body
+    if type(kind) is str and kind in FINALS and final is True and FINALS[kind](body):
+        return kind, body
     if kind == "error" and final is True and ERROR(body):
         return "error", body
     if kind == "turn_event" and final is False and set(body) == {"event"} and type(body["event"]) is dict:
@@ -218,8 +265,8 @@ def check_payload(payload: bytes) -> str:
         kinds.append(code)
         assert unsure or code == expected, (code, expected)
     else:
-        kinds.append("turn")
-        assert unsure or expected == "turn", expected
+        kinds.append(expected)
+        assert unsure or expected in REQUESTS, expected
         assert exact(plain(value)) == exact(body)
         raw = encode_request(value)
         assert struct.unpack(">I", raw[:4]) == (len(raw) - 4,)
@@ -271,9 +318,13 @@ def seeds() -> list[bytes]:
 KEYS = (
     "v", "kind", "final", "body", "session", "content", "resume", "event", "type", "text", "usage", "code", "message",
     "detail", "name", "class", "truncated", "ahead", "slot_busy", "tokens", "reason", "attempt", "after_ms", "error",
-    "cache_n", "prompt_n", "predicted_n", "reasoning_tokens", "thinking_capped", "path", "class_",
+    "cache_n", "prompt_n", "predicted_n", "reasoning_tokens", "thinking_capped", "path", "class_", "when_busy", "cause",
+    "from", "new", "from_", "ending", "slot_free",
 )  # fmt: skip
-WORDS = ("turn", "turn_event", "turn_done", "error", *EVENTS, "public", "secret", "length", "bad_frame", "storage", "a")
+WORDS = (
+    "turn", "turn_event", "turn_done", "error", *REQUESTS, *FINALS, *EVENTS, "wait", "replace", "owner", "public",
+    "secret", "length", "bad_frame", "storage", "a",
+)  # fmt: skip
 TOKENS = (
     *JSON_TOKENS,
     *(f'"{key}":'.encode() for key in KEYS),
@@ -308,7 +359,13 @@ envelope = st.one_of(
             "session": st.sampled_from(["a", "a/b", "", "A" * 64, "a" * 65, ".a"]) | values,
             "content": st.text(max_size=8) | values,
             "resume": st.booleans() | scalars,
-        }),
+        }, optional={"when_busy": st.sampled_from(["refuse", "wait", "replace"]) | values}),
+    }),
+    st.fixed_dictionaries({
+        "v": st.just(1),
+        "kind": st.sampled_from([*REQUESTS, *FINALS]),
+        "final": st.just(True),
+        "body": st.dictionaries(st.sampled_from(["session", "content", "cause", "from", "new"]), values, max_size=3),
     }),
     st.fixed_dictionaries({
         "v": st.just(1),

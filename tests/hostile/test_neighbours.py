@@ -31,7 +31,8 @@ from boxmaker.inference.retry import retry_after_ms
 from boxmaker.log import log_event, log_to_stderr
 from boxmaker.loopd.home import exposed_directory, prepare_home
 from boxmaker.loopd.selftest import Check, run_selftest
-from boxmaker.loopd.serve import TurnService, _accept, _stop_signals
+from boxmaker.loopd.serve import _accept, _stop_signals
+from boxmaker.loopd.turns import TurnService
 from boxmaker.proto.channel import ErrorCode, Turn, TurnDone, WireError
 from boxmaker.proto.ids import SessionId
 from boxmaker.proto.records import ToolResult

@@ -91,12 +91,47 @@ turn_events: st.SearchStrategy[TurnEvent] = st.one_of(
     st.builds(chat.Retrying, attempt=positives, after_ms=counts, error=texts),
     st.builds(channel.CacheLoss, expected=counts, got=counts),
     st.builds(channel.Cut, reason=st.sampled_from(["length", "thinking_cap"])),
+    st.builds(channel.Steered, content=user_texts),
 )
 
-turns = st.builds(Turn, session=session_ids, content=user_texts, resume=flags)
+when_busy: st.SearchStrategy[channel.WhenBusy] = st.sampled_from(["refuse", "wait", "replace"])
+turns = st.builds(Turn, session=session_ids, content=user_texts, resume=flags, when_busy=when_busy)
+requests: st.SearchStrategy[channel.Request] = st.one_of(
+    turns,
+    st.builds(channel.Steer, session=session_ids, content=user_texts),
+    st.builds(channel.Cancel, session=session_ids, cause=st.just("owner")),
+    st.builds(channel.Fork, session=session_ids, from_=st.none() | positives, new=session_ids),
+    st.just(channel.Status()),
+)
 turns_done = st.builds(TurnDone, content=texts, usage=usage_figures)
 wire_errors = st.builds(WireError, code=st.sampled_from(ErrorCode), message=texts, detail=json_objects)
-answers: st.SearchStrategy[Answer] = turn_events | turns_done | wire_errors
+causes: st.SearchStrategy[channel.CancelCause | None] = st.sampled_from([
+    None, "owner", "replaced", "disconnect", "stalled_channel", "shutdown",
+])  # fmt: skip
+finals: st.SearchStrategy[channel.Final] = st.one_of(
+    turns_done,
+    st.just(channel.SteerDone()),
+    st.builds(channel.CancelDone, ending=texts, cause=causes, slot_free=flags),
+    st.builds(channel.ForkDone, session=session_ids, from_=positives),
+    st.builds(
+        channel.StatusDone,
+        version=texts,
+        pid=counts,
+        server=st.builds(channel.ServerStatus, url=texts, state=st.sampled_from(["ready", "loading", "unreachable"])),
+        slots=st.lists(st.builds(channel.SlotStatus, id=counts, busy=flags, ours=flags), max_size=3).map(tuple),
+        sessions=st.lists(
+            st.builds(
+                channel.SessionStatus,
+                session=session_ids,
+                phase=st.sampled_from(["starting", "waiting", "model", "tools", "ending"]),
+                age_ms=counts,
+                waiting=counts,
+            ),
+            max_size=3,
+        ).map(tuple),
+    ),
+)
+answers: st.SearchStrategy[Answer] = turn_events | finals | wire_errors
 
 tool_requests = st.builds(tools.ToolRequest, session=session_ids, call=counts, tool=texts, arguments=texts)
 tool_responses: st.SearchStrategy[tools.ToolResponse] = st.one_of(

@@ -11,7 +11,7 @@ import pytest
 
 from boxmaker import errors
 from boxmaker.errors import ValueRefused, WireableError
-from boxmaker.proto.channel import TURN, TURN_EVENTS, WIRE_ERROR, ErrorCode, WireError, wire_error
+from boxmaker.proto.channel import REQUESTS, TURN, TURN_EVENTS, WIRE_ERROR, ErrorCode, WireError, wire_error
 from boxmaker.proto.frames import decode_answer, encode_answer
 
 from .examples import FIXTURES, files, frame_object, split_frame, tag
@@ -38,14 +38,17 @@ ERRORS: dict[str, WireableError] = {
     "inference": errors.InferenceError(
         kind="http", status=503, message="the server answered 503: overloaded", attempts=5
     ),
+    "cancelled": errors.TurnCancelled(cause="owner"),
+    "no_turn": errors.NoTurn(session="a", ending="turn_done"),
 }
 """One of our errors for each example."""
 
 CODES = {
     "bad_frame", "bad_request", "unsupported_version", "internal", "shutting_down", "storage", "session_damaged",
     "session_full", "turn_limit", "session_busy", "no_such_session", "session_exists", "inference",
+    "cancelled", "no_turn",
 }  # fmt: skip
-"""From design.md section 6: seven of its own, then M2b's six."""
+"""From design.md section 6: seven of its own, then M2b's six; then those of what controls a turn."""
 
 
 def test_the_codes_are_those_of_the_design() -> None:
@@ -86,7 +89,7 @@ def test_any_error_can_be_said_even_about_a_file_whose_name_is_not_utf8(name: st
     body = json.loads(split_frame(encode_answer(wire_error(error))))["body"]
     assert body["code"] == name
     shown = "\\udce9" if name in ("storage", "session_damaged") else "\ufffd"  # these two name a file, in one line
-    assert shown in body["message"] or name in ("shutting_down", "turn_limit")
+    assert shown in body["message"] or name in ("shutting_down", "turn_limit", "cancelled")
 
 
 def test_half_a_character_is_said_as_one_replacement() -> None:
@@ -107,7 +110,7 @@ def test_a_detail_keeps_what_a_program_needs() -> None:
 def test_the_events_are_those_of_the_design() -> None:
     assert set(TURN_EVENTS.tags) == {
         "queued", "waiting", "progress", "reasoning", "content", "tool_call_started", "tool_result",
-        "thinking_capped", "retrying", "cache_loss", "cut",
+        "thinking_capped", "retrying", "cache_loss", "cut", "steered",
     }  # fmt: skip
 
 
@@ -126,3 +129,50 @@ def test_user_text_is_any_text_without_nul() -> None:
         with pytest.raises(ValueRefused) as caught:
             TURN.from_object({**said, "content": wrong})
         assert caught.value.path == "$.content"
+
+
+def test_the_time_of_a_turn_is_a_limit_without_a_value() -> None:
+    said = wire_error(errors.TurnLimit(limit="turn_s", value=90.0))
+    assert said.message == "the turn was ended after 90 s ([loop] turn_s)"
+    assert said.detail == {"limit": "turn_s"}
+
+
+def test_who_took_the_place_of_a_turn_is_named() -> None:
+    said = wire_error(errors.TurnCancelled(cause="replaced"))
+    assert said.message == "the turn was cancelled: a newer message took its place"
+    assert said.detail == {"cause": "replaced"}
+
+
+def test_a_session_that_nothing_runs_for_has_no_turn() -> None:
+    said = wire_error(errors.NoTurn(session="a", ending="idle"))
+    assert said.message == "no turn of session a runs; send the text as a turn"
+    assert said.detail == {"ending": "idle"}
+
+
+def test_a_turn_that_refuses_when_busy_is_written_as_m2b_wrote_it() -> None:
+    plain = {"session": "a", "content": "hi", "resume": True}
+    turn = TURN.from_object(plain)
+    assert turn.when_busy == "refuse"
+    assert TURN.from_object({**plain, "when_busy": "refuse"}) == turn
+    assert list(TURN.to_object(turn)) == ["session", "content", "resume"]
+    for other in ("wait", "replace"):
+        assert TURN.to_object(TURN.from_object({**plain, "when_busy": other})) == {**plain, "when_busy": other}
+    with pytest.raises(ValueRefused) as caught:
+        TURN.from_object({**plain, "when_busy": "queue"})
+    assert str(caught.value) == '$.when_busy: expected one of refuse, wait, replace, found "queue"'
+
+
+def test_a_fork_counts_answers_from_1_or_takes_the_last() -> None:
+    fork = REQUESTS["fork"]
+    for at in (None, 1, 7):
+        body = {"session": "a", "from": at, "new": "b"}
+        assert fork.to_object(fork.from_object(body)) == body
+    for wrong in (0, -1, "1", True):
+        with pytest.raises(ValueRefused) as caught:
+            fork.from_object({"session": "a", "from": wrong, "new": "b"})
+        assert caught.value.path == "$.from"
+
+
+def test_an_owner_is_the_only_cause_that_can_be_asked_for() -> None:
+    with pytest.raises(ValueRefused):
+        REQUESTS["cancel"].from_object({"session": "a", "cause": "shutdown"})

@@ -15,8 +15,21 @@ from boxmaker.errors import BadFrame, BadRequest, UnsupportedVersion, ValueRefus
 from boxmaker.proto.channel import (
     TURN_EVENTS,
     CacheLoss,
+    Cancel,
+    CancelDone,
     Cut,
     ErrorCode,
+    Fork,
+    ForkDone,
+    Request,
+    ServerStatus,
+    SessionStatus,
+    SlotStatus,
+    Status,
+    StatusDone,
+    Steer,
+    SteerDone,
+    Steered,
     ToolCallStarted,
     ToolResult,
     Turn,
@@ -42,13 +55,20 @@ from boxmaker.proto.frames import (
 from boxmaker.proto.ids import SessionId
 
 from .examples import FIXTURES, files, split_frame, tag
-from .strategies import answers, json_values, relaxed, session_ids, texts, turns, wild_texts
+from .strategies import answers, json_values, relaxed, requests, session_ids, texts, wild_texts
 
 SESSION = SessionId("20261130-141530-x7k2qf")
+FORKED = SessionId("20261130-150000-a1b2c3")
 
-REQUESTS = {
+REQUESTS: dict[str, Request] = {
     "turn": Turn(session=SESSION, content="Wie spät ist es?", resume=False),
     "turn.unusual": Turn(session=SessionId("A.b_c-9"), content='\u2028"\\\r\n\U0001f600', resume=True),
+    "turn.wait": Turn(session=SESSION, content="Und morgen?", resume=True, when_busy="wait"),
+    "steer": Steer(session=SESSION, content="Nur für Köln."),
+    "cancel": Cancel(session=SESSION, cause="owner"),
+    "fork": Fork(session=SESSION, from_=2, new=FORKED),
+    "fork.last": Fork(session=SESSION, from_=None, new=FORKED),
+    "status": Status(),
 }
 
 _BUSY = WireError(
@@ -68,6 +88,24 @@ ANSWERS: dict[str, Answer] = {
         usage=Figures(cache_n=None, prompt_n=None, predicted_n=None, reasoning_tokens=4352, thinking_capped=True),
     ),
     "frames/error": _BUSY,
+    "frames/steered": SteerDone(),
+    "frames/cancel_done": CancelDone(ending="cancelled", cause="owner", slot_free=True),
+    "frames/cancel_done.idle": CancelDone(ending="idle", cause=None, slot_free=True),
+    "frames/fork_done": ForkDone(session=FORKED, from_=2),
+    "frames/status_done": StatusDone(
+        version="0.1.0",
+        pid=4711,
+        server=ServerStatus(url="http://127.0.0.1:8080", state="ready"),
+        slots=(SlotStatus(id=0, busy=True, ours=True), SlotStatus(id=1, busy=False, ours=False)),
+        sessions=(SessionStatus(session=SESSION, phase="tools", age_ms=2150, waiting=1),),
+    ),
+    "frames/status_done.idle": StatusDone(
+        version="0.1.0",
+        pid=4711,
+        server=ServerStatus(url="unix:/run/llama/llama.sock", state="unreachable"),
+        slots=(),
+        sessions=(),
+    ),
     "events/queued": Queued(ahead=2),
     "events/waiting": Waiting(slot_busy=True),
     "events/progress": Progress(total=445, cache=412, processed=420),
@@ -81,6 +119,7 @@ ANSWERS: dict[str, Answer] = {
     "events/retrying": Retrying(attempt=2, after_ms=412, error="the server answered 503: no slot is free – try later"),
     "events/cache_loss": CacheLoss(expected=1019, got=0),
     "events/cut": Cut(reason="length"),
+    "events/steered": Steered(content="Nur für Köln."),
     "errors/session_busy": _BUSY,
 }
 """What the frames of loopd stand for; the other errors are in test_channel.py."""
@@ -311,8 +350,8 @@ def test_the_version_is_checked_before_everything_else(version: object, named: s
         (request(body=...), "$: the key 'body' is missing"),
         (request(kind=5), "$.kind: expected text, found 5"),
         (request(kind=["turn"]), "$.kind: expected text, found an array"),
-        (request(kind="Turn"), '$.kind: unknown kind "Turn"; known here: turn'),
-        (request(kind="turn_done"), '$.kind: unknown kind "turn_done"; known here: turn'),
+        (request(kind="Turn"), '$.kind: unknown kind "Turn"; known here: turn, steer, cancel, fork, status'),
+        (request(kind="turn_done"), '$.kind: unknown kind "turn_done"; known here: turn, steer, cancel, fork, status'),
         (request(final=1), "$.final: expected true or false, found 1"),
         (request(final=None), "$.final: expected true or false, found null"),
         (request(final=False), "$.final: a request is its channel's only frame: final must be true"),
@@ -348,8 +387,14 @@ def test_the_version_is_checked_before_everything_else(version: object, named: s
             "and begins with a letter or digit",
         ),
         # several: kind, then final, then body, then unknown keys, then what the body holds
-        (request(kind="stop", final=1, body=5, extra=1), '$.kind: unknown kind "stop"; known here: turn'),
-        (request(kind="stop", final=..., body=...), '$.kind: unknown kind "stop"; known here: turn'),
+        (
+            request(kind="stop", final=1, body=5, extra=1),
+            '$.kind: unknown kind "stop"; known here: turn, steer, cancel, fork, status',
+        ),
+        (
+            request(kind="stop", final=..., body=...),
+            '$.kind: unknown kind "stop"; known here: turn, steer, cancel, fork, status',
+        ),
         (request(kind=..., final=..., body=...), "$: the key 'kind' is missing"),
         (request(final=1, body=5, extra=1), "$.final: expected true or false, found 1"),
         (request(body=5, extra=1), "$.body: expected an object, found 5"),
@@ -408,10 +453,10 @@ def test_a_damaged_request_is_a_turn_or_one_of_three_errors(payload: bytes, at: 
 # -- writing and reading back ------------------------------------------------------------------------
 
 
-@given(turn=turns)
+@given(request=requests)
 @relaxed
-def test_a_request_is_read_back(turn: Turn) -> None:
-    assert decode_request(split_frame(encode_request(turn))) == turn
+def test_a_request_is_read_back(request: Request) -> None:
+    assert decode_request(split_frame(encode_request(request))) == request
 
 
 @given(answer=answers)
@@ -490,7 +535,7 @@ def test_an_event_of_an_unknown_type_is_ignored_whatever_it_holds(event: object)
     assert decode_answer(answer("turn_event", False, {"event": event})) is None
 
 
-NOT_FINAL = "$.final: turn_done and error are final, turn_event is not"
+NOT_FINAL = "$.final: all kinds but turn_event are final, turn_event is not"
 
 
 @pytest.mark.parametrize(
@@ -534,7 +579,13 @@ NOT_FINAL = "$.final: turn_done and error are final, turn_event is not"
             {"code": "internal", "message": "", "detail": []},
             "$.body.detail: expected an object, found an array",
         ),
-        ("turn", True, {}, '$.kind: unknown kind "turn"; known here: turn_event, turn_done, error'),
+        (
+            "turn",
+            True,
+            {},
+            '$.kind: unknown kind "turn"; known here: '
+            "turn_event, turn_done, steered, cancel_done, fork_done, status_done, error",
+        ),
     ],
 )
 def test_a_frame_of_loopd_that_is_not_its_kinds_is_refused(kind: str, final: bool, body: object, text: str) -> None:

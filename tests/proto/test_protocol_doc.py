@@ -8,19 +8,19 @@ import re
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import attrs
 import pytest
 
 from boxmaker import config
 from boxmaker.channel.server import AFTER_REQUEST_MAX_BYTES
-from boxmaker.errors import InferenceError
+from boxmaker.errors import InferenceError, TurnLimit
 from boxmaker.proto import channel, chat, records
-from boxmaker.proto.channel import SOCKET_PATH_MAX_BYTES, TURN_EVENTS, ErrorCode, wire_error
+from boxmaker.proto.channel import FINALS, SOCKET_PATH_MAX_BYTES, TURN_EVENTS, ErrorCode, wire_error
 from boxmaker.proto.frames import ANSWER_KINDS, CLIENT_MAX_FRAME, REQUEST_KINDS, VERSION
 from boxmaker.proto.records import RECORDS
-from boxmaker.tools import dispatch
+from boxmaker.tools import dispatch, endings
 from boxmaker.tools.dispatch import Local, cap_result
 from boxmaker.tools.fake import fake_registry
 
@@ -102,7 +102,7 @@ def test_an_example_stands_in_the_section_that_it_belongs_to() -> None:
 
 
 def _parts(heading: str) -> dict[str, str]:
-    pieces = re.split("^### `([a-z_]+)`$", section(heading), flags=re.MULTILINE)
+    pieces = re.split("^### `([a-z_]+)`(?: \\(final\\))?$", section(heading), flags=re.MULTILINE)
     return dict(zip(pieces[1::2], pieces[2::2], strict=True))
 
 
@@ -127,7 +127,7 @@ def fields(cls: type[attrs.AttrsInstance]) -> list[str]:
 def test_the_sections_are_the_events_and_the_records() -> None:
     assert sorted(_parts("## Events")) == sorted(TURN_EVENTS.tags)
     assert sorted(_parts("## The log: `0.jsonl`")) == sorted(RECORDS.tags)
-    assert sorted(_parts("## Final frames")) == ["error", "turn_done"]
+    assert list(_parts("## Final frames")) == [*FINALS, "error"]
 
 
 @pytest.mark.parametrize("tag", TURN_EVENTS.tags)
@@ -146,6 +146,17 @@ def test_the_tables_of_frames_have_their_keys_in_order() -> None:
     usage = [f"usage.{name}" for name in fields(chat.Figures)]
     assert keys(section("### `turn_done`")) == [*fields(channel.TurnDone), *usage]
     assert keys(section("### `error`"))[:3] == fields(channel.WireError)
+    for name in ("steer", "cancel", "fork"):
+        assert keys(section(f"### The request `{name}`")) == fields(class_of(name, channel)), name
+    for name in ("cancel_done", "fork_done"):
+        assert keys(section(f"### `{name}`")) == fields(class_of(name, channel)), name
+    below = {"server": channel.ServerStatus, "slots": channel.SlotStatus, "sessions": channel.SessionStatus}
+    wanted = [
+        key
+        for name in fields(channel.StatusDone)
+        for key in [name, *(f"{name}.{inner}" for inner in (fields(below[name]) if name in below else ()))]
+    ]
+    assert keys(section("### `status_done`")) == wanted
 
 
 def test_kinds_and_version_are_the_codes() -> None:
@@ -157,6 +168,12 @@ def test_kinds_and_version_are_the_codes() -> None:
 def test_the_words_of_a_choice_are_the_codes() -> None:
     reasons = {row[0].strip("`"): row[1] for row in rows(event_section("cut"))}["reason"]
     assert ticked(reasons) == {"length", "thinking_cap"}
+    busy = {row[0].strip("`"): row[1] for row in rows(section("## The request: `turn`"))}["when_busy"]
+    assert ticked(busy) == set(get_args(channel.WhenBusy))
+    causes = {row[0].strip("`"): row[1] for row in rows(section("### `cancel_done`"))}["cause"]
+    assert ticked(causes) == set(get_args(channel.CancelCause))
+    phases = {row[0].strip("`"): row[1] for row in rows(section("### `status_done`"))}["sessions.phase"]
+    assert ticked(phases) == set(get_args(channel.Phase))
     for text in (event_section("tool_result"), record_section("tool_result")):
         assert ticked({row[0].strip("`"): row[1] for row in rows(text)}["class"]) == {"public", "private", "secret"}
 
@@ -180,7 +197,9 @@ def test_the_table_of_errors_has_the_keys_of_every_detail() -> None:
         detail = wire_error(every if code == "inference" else ERRORS[code]).detail
         named = ticked(row[2])
         assert set(detail) <= named, code
-        if code not in ("inference", "turn_limit"):
+        if code in ("cancelled", "no_turn"):
+            assert named & {"cause", "ending"} == set(detail), code
+        elif code not in ("inference", "turn_limit"):
             assert named == set(detail), code
 
 
@@ -190,7 +209,7 @@ def test_the_table_of_errors_names_every_limit() -> None:
     limits = set(re.findall(r'\blimit="(\w+)"', source))
     assert limits
     assert table["inference"] - {"status", "attempts", "limit"} == limits
-    assert table["turn_limit"] - {"limit", "value"} == {"tool_iterations", "repeat_detection"}
+    assert table["turn_limit"] - {"limit", "value"} == set(get_args(get_type_hints(TurnLimit)["limit"]))
 
 
 # -- limits ----------------------------------------------------------------------------------------
@@ -198,6 +217,7 @@ def test_the_table_of_errors_names_every_limit() -> None:
 TABLES = {
     "channel": config.Channel,
     "loop": config.Loop,
+    "tools": config.Tools,
     "timeouts": config.Timeouts,
     "retry": config.Retry,
     "inference": config.Inference,
@@ -211,7 +231,7 @@ def test_the_limits_are_the_configurations_defaults() -> None:
         parts = re.fullmatch(r"`\[(\w+)\] (\w+)`", setting)
         assert parts is not None, setting
         cls: type[attrs.AttrsInstance] = TABLES[parts[1]]
-        assert attrs.fields_dict(cls)[parts[2]].default == int(default), setting
+        assert attrs.fields_dict(cls)[parts[2]].default == (None if default == "off" else int(default)), setting
 
 
 def test_every_setting_of_the_channel_is_among_the_limits() -> None:
@@ -232,21 +252,15 @@ def test_the_fixed_limits_are_the_codes() -> None:
 
 
 def text_rows() -> list[list[str]]:
-    return rows(section("## Texts that the model sees"))
+    return rows(section("### Other fixed texts"))
 
 
 def test_the_fixed_texts_are_the_codes_word_for_word() -> None:
     listed = {name.strip("`"): text.strip("`") for name, text in text_rows() if re.match(r"`[a-z_]+\.[a-z_]+\.", name)}
+    assert len(listed) == 3
     for name, text in listed.items():
         module, _, constant = name.rpartition(".")
         assert getattr(importlib.import_module(f"boxmaker.{module}"), constant) == text, name
-    own = {
-        f"tools.dispatch.{name}"
-        for name in re.findall(r"^([A-Z_]+) = ", inspect.getsource(dispatch), re.MULTILINE)
-        if isinstance(getattr(dispatch, name), str)
-    }
-    assert own <= set(listed)
-    assert {name for name in listed if name.startswith("tools.dispatch.")} == own
 
 
 def local(name: str, arguments: str) -> str:
@@ -255,16 +269,34 @@ def local(name: str, arguments: str) -> str:
     return answer.text
 
 
-def test_the_texts_with_a_part_that_varies_are_the_codes() -> None:
+def test_the_endings_of_calls_are_the_codes_word_for_word() -> None:
+    found = [(name.strip("`"), text.strip("`")) for name, _, text in rows(section("### Endings of calls"))]
+    constants = {name: text for name, text in vars(endings).items() if name.isupper()}
+    assert dict(found[: len(constants)]) == constants
     reason = local("clock", "[]").rpartition(": ")[2]
+    assert found[len(constants) :] == [
+        ("unknown_tool", local("NAME", "{}")),
+        ("unknown_to_call_tool", local("call_tool", '{"name":"NAME","arguments":{}}')),
+        ("unknown_to_call_tool", local("call_tool", '{"name":"clock","arguments":{}}')),
+        ("bad_arguments", local("clock", "[]").replace(reason, "REASON")),
+        ("call_denied", endings.call_denied("REASON")),
+    ]
+    functions = {name for name, value in vars(endings).items() if inspect.isfunction(value)}
+    assert functions == {name for name, _ in found[len(constants) :]}
+
+
+def test_an_ending_says_whether_the_call_ran() -> None:
+    for name, reason, text in rows(section("### Endings of calls")):
+        if name.strip("`").isupper() and name != "`NO_APPROVAL`":
+            begins = "`Not run: " if reason.startswith("not run: ") else "`Interrupted: "
+            assert text.startswith(begins), name
+            assert ("unknown" in text) == reason.startswith("unknown: "), name
+
+
+def test_the_texts_with_a_part_that_varies_are_the_codes() -> None:
     found = local("find_tool", "{}").rpartition("\n")[2]
     assert [text.strip("`") for name, text in text_rows() if not name.startswith("`") or "." not in name] == [
         dispatch.tool_failed("MESSAGE"),
-        dispatch.call_denied("REASON"),
-        local("clock", "[]").replace(reason, "REASON"),
-        local("NAME", "{}"),
-        local("call_tool", '{"name":"NAME","arguments":{}}'),
-        local("call_tool", '{"name":"clock","arguments":{}}'),
         local("find_tool", '{"query":"no such thing"}'),
         found,
         cap_result("ab", 1)[0].removeprefix("a"),

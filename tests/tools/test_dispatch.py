@@ -12,7 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from boxmaker.proto.chat import ToolSchema
-from boxmaker.tools.dispatch import Local, Port, call_denied, cap_result, dispatch, tool_failed
+from boxmaker.tools.dispatch import Local, Port, cap_result, dispatch, tool_failed
+from boxmaker.tools.endings import call_denied
 from boxmaker.tools.fake import fake_registry
 from boxmaker.tools.registry import RegisteredTool, Registry
 

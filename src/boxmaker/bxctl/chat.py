@@ -5,7 +5,6 @@ Source: M2b section 7; design.md section 9.
 
 from __future__ import annotations
 
-import errno
 import json
 import random
 import shutil
@@ -17,13 +16,14 @@ from pathlib import Path
 from typing import Protocol, TextIO
 
 import trio
-from attrs import define, frozen
+from attrs import define, field, frozen
 
+from boxmaker.bxctl.live import LiveTurn, Screen, Typed
 from boxmaker.bxctl.output import reader_watch
 from boxmaker.bxctl.render import Renderer, one_visible_line, visible
-from boxmaker.channel.client import Frame, TurnChannel, open_turn
+from boxmaker.channel.client import Frame, ask
 from boxmaker.errors import BoxmakerError, ChannelClosed, NobodyListens, ValueRefused
-from boxmaker.proto.channel import ErrorCode, Turn, TurnDone, WireError
+from boxmaker.proto.channel import Cancel, CancelDone, ErrorCode, Fork, ForkDone, Turn, TurnDone, WhenBusy, WireError
 from boxmaker.proto.chat import Content
 from boxmaker.proto.ids import SUFFIX_ALPHABET, SUFFIX_LENGTH, SessionId, make_session_id
 
@@ -41,16 +41,6 @@ MAX_LINE_BYTES = 16 * 1024 * 1024
 
 TERMINAL_LINE_BYTES = 4095
 """What Linux hands over of one line that is typed or pasted; it drops the rest without a word (n_tty)."""
-READER_LOOK_S = 0.25
-"""How often it is looked whether our output is still read, while nothing comes."""
-
-
-class LineCut(Exception):
-    """A line that the terminal may have cut."""
-
-
-class LineTooLong(Exception):
-    """A line over MAX_LINE_BYTES; the rest of the input is not read."""
 
 
 @frozen(kw_only=True)
@@ -63,6 +53,7 @@ class Options:
     say: str | None
     as_json: bool
     figures: bool
+    when_busy: WhenBusy = "refuse"
 
 
 class View(Protocol):
@@ -80,8 +71,14 @@ class View(Protocol):
     def error(self, code: str, message: str) -> None:
         """Something failed on this side."""
 
-    def cancelled(self) -> None:
-        """The owner stopped the turn."""
+    def status(self, text: str) -> None:
+        """Something about the conversation, in words."""
+
+    def typed(self) -> None:
+        """The owner has typed a line while the turn runs."""
+
+    def cancelled(self, already_done: str, final: Frame | None) -> None:
+        """The owner stopped the turn; `final` is what loopd said to that, None when we hung up."""
 
 
 class JsonView:
@@ -115,10 +112,19 @@ class JsonView:
     def _line(self, code: str, message: str) -> None:
         print(f"bxctl: {code}: {one_visible_line(message)}", file=self._err, flush=True)
 
-    def cancelled(self) -> None:
+    def status(self, text: str) -> None:
         """Print a line on stderr."""
+        print(f"bxctl: {one_visible_line(text)}", file=self._err, flush=True)
+
+    def typed(self) -> None:
+        """Nothing to do."""
+
+    def cancelled(self, already_done: str, final: Frame | None) -> None:
+        """Print the body, and a line on stderr."""
+        if final is not None:
+            self._out.write(self._encode(final.body) + "\n")
         self._out.flush()
-        print("bxctl: cancelled", file=self._err, flush=True)
+        self.status(f"cancelled; {already_done}" if already_done else "cancelled")
 
 
 class HumanView:
@@ -128,7 +134,12 @@ class HumanView:
         self._renderer = renderer
         self.begin = renderer.begin
         self.error = renderer.error
-        self.cancelled = renderer.cancelled
+        self.status = renderer.status
+        self.typed = renderer.typed
+
+    def cancelled(self, already_done: str, _: Frame | None) -> None:
+        """Say so."""
+        self._renderer.cancelled(already_done)
 
     def frame(self, frame: Frame) -> None:
         """Show the frame, if it is of a kind that we know."""
@@ -147,7 +158,12 @@ class SayView:
         self._out = out
         self.begin = renderer.begin
         self.error = renderer.error
-        self.cancelled = renderer.cancelled
+        self.status = renderer.status
+        self.typed = renderer.typed
+
+    def cancelled(self, already_done: str, _: Frame | None) -> None:
+        """Say so."""
+        self._renderer.cancelled(already_done)
 
     def frame(self, frame: Frame) -> None:
         """Print the answer when it is there; content before that is no answer yet, or comes again in it."""
@@ -165,32 +181,45 @@ class SayView:
 
 @define
 class Chat:
-    """One conversation from this side: which session, and whether it exists yet."""
+    """One conversation from this side: which session, and whether it exists yet.
+
+    With `typed`, a terminal, what is typed while a turn runs joins it.
+    """
 
     socket: Path
     session: SessionId
     resume: bool
     view: View
     err: TextIO
+    when_busy: WhenBusy = "refuse"
+    typed: Typed | None = None
     reader_gone: Callable[[], bool] = lambda: False
     unreachable: bool = False
     """The last turn found no daemon."""
+    late: list[str] = field(factory=list)
+    """Lines that were typed too late to join a turn: turns of their own."""
+    quit: bool = False
+    """The owner wants to leave."""
 
     def turn(self, content: str) -> bool:
         """Run one turn and show it; True when it has an answer.
 
         Raises:
             BrokenPipeError: the reader of our output has gone; the turn was cancelled.
-            KeyboardInterrupt: Ctrl-C; the turn was cancelled.
+            KeyboardInterrupt: Ctrl-C; the turn was cancelled, and the owner told what it had done.
         """
         self.view.begin()
         self.unreachable = False
+        live = self._live(content, self.resume)
         try:
-            final = trio.run(self._turn, content, self.resume)
-            if isinstance(final, WireError) and final.code == ErrorCode.NO_SUCH_SESSION and self.resume:
+            _run(live)
+            answer = live.answer()
+            if isinstance(answer, WireError) and answer.code == ErrorCode.NO_SUCH_SESSION and self.resume:
                 print(f"new session {self.session}", file=self.err, flush=True)
                 self.resume = False
-                final = trio.run(self._turn, content, False)
+                live = self._live(content, False)
+                _run(live)
+                answer = live.answer()
         except ValueRefused as exc:  # text that loopd would refuse: it was not sent
             self.view.error(ErrorCode.BAD_REQUEST.value, str(exc))
             return False
@@ -201,36 +230,85 @@ class Chat:
             return False
         except KeyboardInterrupt:
             self.resume = True
+            self.view.cancelled(live.already_done(), None)
             raise
-        if not isinstance(final, WireError):
+        self.late += live.late
+        self.quit = self.quit or live.quit
+        if live.stopped and not isinstance(answer, TurnDone):
+            self.resume = True
+            if answer is None or answer.code == ErrorCode.CANCELLED:
+                self.view.cancelled(live.already_done(), live.final)
+            if live.by_signal:
+                raise KeyboardInterrupt
+            return False
+        if not isinstance(answer, WireError):
             self.resume = True
             return True
-        self.resume = self.resume or final.code not in NOT_BEGUN
+        self.resume = self.resume or answer.code not in NOT_BEGUN
         return False
 
-    async def _turn(self, content: str, resume: bool) -> TurnDone | WireError:
-        turn = Turn(session=self.session, content=content, resume=resume)
-        async with open_turn(self.socket, turn) as channel:
-            while True:
-                frame = await self._receive(channel)
-                answer = frame.answer
-                refused = resume and isinstance(answer, WireError) and answer.code == ErrorCode.NO_SUCH_SESSION
-                if not refused:  # a refused first try is not shown: the same turn is sent once more
-                    self.view.frame(frame)
-                if isinstance(answer, TurnDone | WireError):
-                    self.view.pause()
-                    return answer
+    def _live(self, content: str, resume: bool) -> LiveTurn:
+        turn = Turn(session=self.session, content=content, resume=resume, when_busy=self.when_busy)
 
-    async def _receive(self, channel: TurnChannel) -> Frame:
-        frame = channel.received()
-        if frame is not None:
-            return frame
-        self.view.pause()
-        while True:
-            with trio.move_on_after(READER_LOOK_S):
-                return await channel.receive()
-            if self.reader_gone():
-                raise BrokenPipeError(errno.EPIPE, "the reader of the answers has gone")
+        def frame(frame: Frame) -> None:
+            refused = isinstance(frame.answer, WireError) and frame.answer.code == ErrorCode.NO_SUCH_SESSION
+            if not (resume and refused):  # a refused first try is not shown: the same turn is sent once more
+                self.view.frame(frame)
+
+        screen = Screen(
+            frame=frame, status=self.view.status, error=self.view.error, pause=self.view.pause, typed=self.view.typed
+        )
+        return LiveTurn(self.socket, turn, screen, self.reader_gone, self.typed, self.decode)
+
+    def decode(self, raw: bytes) -> str | None:
+        """A line that was read, as text; None, and a word to the owner, for one that is not to be sent."""
+        if self.typed is not None and len(raw) > TERMINAL_LINE_BYTES:  # with its LF: perhaps more was typed
+            text = f"a terminal hands over {TERMINAL_LINE_BYTES} bytes of a line at most, and the rest of yours is gone"
+            self.view.error("bad_request", f"{text}; it was not sent. Pipe a long text into `bxctl chat --session ID`")
+            return None
+        try:
+            return raw.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8")
+        except UnicodeDecodeError:
+            self.view.error("bad_request", "the line is not UTF-8; it was not sent")
+            return None
+
+    def cancel(self) -> None:
+        """`/cancel` at the prompt: end a turn that another client has begun."""
+        answer = self._ask(Cancel(session=self.session, cause="owner"))
+        if isinstance(answer, CancelDone):
+            self.view.status("no turn runs" if answer.ending == "idle" else f"the turn ended: {answer.ending}")
+
+    def fork(self, at: str) -> None:
+        """`/fork`, `/fork N`: go on in a new session that holds this one up to its answer N."""
+        if at and not (at.isascii() and at.isdigit() and int(at)):
+            self.view.error("bad_request", "/fork takes the number of an answer, from 1")
+            return
+        new = new_session_id()
+        answer = self._ask(Fork(session=self.session, from_=int(at) if at else None, new=new))
+        if isinstance(answer, ForkDone):
+            self.view.status(f"forked {self.session} at answer {answer.from_}")
+            self.session, self.resume = new, True
+            print(f"session {new}", file=self.err, flush=True)
+
+    def _ask(self, request: Cancel | Fork) -> object:
+        try:
+            answer = trio.run(ask, self.socket, request)
+        except BoxmakerError as exc:
+            self.view.error(exc.code, str(exc))
+            return None
+        if isinstance(answer, WireError):
+            self.view.error(answer.code.value, answer.message)
+        return answer
+
+
+def _run(live: LiveTurn) -> None:
+    """Run a turn; Ctrl-C that came before it could be taken is Ctrl-C, not a group."""
+    try:
+        trio.run(live.run)
+    except BaseExceptionGroup as group:
+        if group.subgroup(KeyboardInterrupt) is None:
+            raise
+        raise KeyboardInterrupt from None
 
 
 def new_session_id() -> SessionId:
@@ -269,12 +347,15 @@ def run_chat(options: Options, *, no_colour: bool) -> int:
     else:
         view = HumanView(renderer)
     session = options.session or new_session_id()
+    interactive = options.say is None and sys.stdin is not None and sys.stdin.isatty()  # None: `bxctl chat <&-`
     chat = Chat(
         socket=options.socket,
         session=session,
         resume=options.session is not None,
         view=view,
         err=err,
+        when_busy=options.when_busy,
+        typed=Typed(sys.stdin.fileno(), TERMINAL_LINE_BYTES) if interactive else None,
         reader_gone=reader_watch(out),
     )
     print(f"session {session}", file=err, flush=True)
@@ -282,64 +363,71 @@ def run_chat(options: Options, *, no_colour: bool) -> int:
         try:
             return 0 if chat.turn(options.say) else 1
         except KeyboardInterrupt:
-            view.cancelled()
             return INTERRUPTED_STATUS
-    interactive = sys.stdin is not None and sys.stdin.isatty()  # None: `bxctl chat <&-`
-    return _lines(chat, interactive=interactive, prompt=terminal and interactive and not options.as_json)
+    return _lines(chat, prompt=terminal and interactive and not options.as_json)
 
 
-def _lines(chat: Chat, *, interactive: bool, prompt: bool) -> int:
+def _lines(chat: Chat, *, prompt: bool) -> int:
     """A turn a line, until EOF or /quit. A person at a terminal has seen each error: that ends with 0."""
+    interactive = chat.typed is not None
     failed = False
-    while True:
-        try:
-            line = _read_line(chat.err if prompt else None, interactive)
-        except KeyboardInterrupt:
-            print(file=chat.err, flush=True)
-            return INTERRUPTED_STATUS
-        except LineTooLong:
-            chat.view.error("bad_request", f"a line of over {MAX_LINE_BYTES} bytes; nothing more is read")
-            return 1
-        except UnicodeDecodeError:
-            chat.view.error("bad_request", "the line is not UTF-8; it was not sent")
-            failed = True
-            continue
-        except LineCut:
-            text = f"a terminal hands over {TERMINAL_LINE_BYTES} bytes of a line at most, and the rest of yours is gone"
-            chat.view.error("bad_request", f"{text}; it was not sent. Pipe a long text into `bxctl chat --session ID`")
-            failed = True
-            continue
-        if line is None or line.strip() == "/quit":
-            if line is None and prompt:
+    while not chat.quit:
+        if chat.late:
+            line = chat.late.pop(0)
+            chat.view.status(f"the turn had ended; sent as the next one: {line}")
+        else:
+            try:
+                raw = _read_line(chat, prompt)
+            except KeyboardInterrupt:
                 print(file=chat.err, flush=True)
-            return 1 if failed and not interactive else 0
-        if not line.strip():
+                return INTERRUPTED_STATUS
+            if len(raw) > MAX_LINE_BYTES:
+                chat.view.error("bad_request", f"a line of over {MAX_LINE_BYTES} bytes; nothing more is read")
+                return 1
+            if not raw:
+                if prompt:
+                    print(file=chat.err, flush=True)
+                break
+            text = chat.decode(raw)
+            if text is None:
+                failed = True
+                continue
+            line = text
+        word = line.strip()
+        if word == "/quit":
+            break
+        if not word:
+            continue
+        if interactive and word == "/cancel":
+            chat.cancel()
+            continue
+        if interactive and word.split()[0] == "/fork":
+            chat.fork(word.removeprefix("/fork").strip())
             continue
         try:
             failed |= not chat.turn(line)
         except KeyboardInterrupt:
-            chat.view.cancelled()
             failed = True
             if not interactive:  # there is no prompt to return to
                 return INTERRUPTED_STATUS
         if chat.unreachable and not interactive:
             return 1
+    return 1 if failed and not interactive else 0
 
 
-def _read_line(prompt: TextIO | None, terminal: bool) -> str | None:
-    """Read one line of stdin without its end; None at the end.
-
-    Raises:
-        LineTooLong, LineCut, UnicodeDecodeError: it is no line to send; the next one may be read.
-    """
-    if prompt is not None:
-        prompt.write("> ")
-        prompt.flush()
-    raw = sys.stdin.buffer.readline(MAX_LINE_BYTES + 1) if sys.stdin is not None else b""
-    if not raw:
-        return None
-    if len(raw) > MAX_LINE_BYTES:
-        raise LineTooLong
-    if terminal and len(raw) > TERMINAL_LINE_BYTES:  # with its LF: as much as fits, so more may have been typed
-        raise LineCut
-    return raw.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8")
+def _read_line(chat: Chat, prompt: bool) -> bytes:
+    """Read one line of stdin with its end; empty at the end of the input."""
+    if prompt:
+        chat.err.write("> ")
+        chat.err.flush()
+    if sys.stdin is None:
+        return b""
+    typed = chat.typed
+    if typed is None:
+        return sys.stdin.buffer.readline(MAX_LINE_BYTES + 1)
+    before, typed.rest = typed.rest, b""  # what was typed without a line end while a turn ran
+    end = before.find(b"\n") + 1
+    if end:
+        before, typed.rest = before[:end], before[end:]
+        return before
+    return before + sys.stdin.buffer.readline(MAX_LINE_BYTES + 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -12,6 +13,9 @@ from boxmaker import __version__
 from boxmaker.errors import BoxmakerError, ValueRefused, printable
 from boxmaker.places import default_home, socket_path
 from boxmaker.proto.ids import SessionId
+
+if TYPE_CHECKING:
+    from boxmaker.proto.channel import Request
 
 
 @click.group()
@@ -75,11 +79,14 @@ _home_option = click.option(
     type=click.Path(path_type=Path),
     help="The daemon's home [default: $BOXMAKER_HOME, else /var/lib/boxmaker].",
 )
+_socket_option = click.option(
+    "--socket", type=click.Path(path_type=Path), help="loopd's socket [default: that of $BOXMAKER_HOME]."
+)
 _session_argument = click.argument("session", shell_complete=complete_session)
 
 
 @main.command()
-@click.option("--socket", type=click.Path(path_type=Path), help="loopd's socket [default: that of $BOXMAKER_HOME].")
+@_socket_option
 @click.option(
     "--session", shell_complete=complete_session, help="Go on with this session; it is made if there is none."
 )
@@ -87,16 +94,32 @@ _session_argument = click.argument("session", shell_complete=complete_session)
 @click.option("--say", help="Run one turn, print the answer, and exit.")
 @click.option("--json", "as_json", is_flag=True, help="Print every frame body as one line of JSON.")
 @click.option("--quiet", is_flag=True, help="No line of figures after each answer.")
+@click.option("--wait", is_flag=True, help="When another turn has the session, wait in line for its end.")
+@click.option("--replace", is_flag=True, help="When another turn has the session, end that one and go first.")
 def chat(
-    socket: Path | None, session: str | None, no_thinking: bool, say: str | None, as_json: bool, quiet: bool
+    socket: Path | None,
+    session: str | None,
+    no_thinking: bool,
+    say: str | None,
+    as_json: bool,
+    quiet: bool,
+    wait: bool,
+    replace: bool,
 ) -> None:
-    """Chat: a line you type is a turn. Ctrl-D or /quit ends it."""
+    """Chat: a line you type is a turn; one that you type while a turn runs joins it.
+
+    Ctrl-C or /cancel ends the turn that runs, /fork [N] goes on in a copy of the session up to its answer N, Ctrl-D or
+    /quit ends the chat.
+    """
     from boxmaker.bxctl.chat import Options, run_chat
 
     if say is not None and not say.strip():
         raise click.UsageError("--say: white space alone is no turn")
+    if wait and replace:
+        raise click.UsageError("--wait or --replace, not both")
     wanted = parse_id(session) if session is not None else None
     options = Options(
+        when_busy="wait" if wait else "replace" if replace else "refuse",
         socket=socket or default_socket(),
         session=wanted,
         reasoning=not no_thinking,
@@ -106,6 +129,58 @@ def chat(
     )
     with Ending():
         sys.exit(run_chat(options, no_colour=bool(os.environ.get("NO_COLOR"))))
+
+
+def _request(socket: Path | None, request: Request, *, as_json: bool = False) -> None:
+    from boxmaker.bxctl.control import run_request
+
+    with Ending():
+        sys.exit(run_request(socket or default_socket(), request, sys.stdout, sys.stderr, as_json=as_json))
+
+
+@main.command()
+@_session_argument
+@click.argument("text")
+@_socket_option
+def steer(session: str, text: str, socket: Path | None) -> None:
+    """Say TEXT to the turn of a session that runs; returns when it has joined, status 1 when it has not."""
+    from boxmaker.proto.channel import Steer
+
+    if not text.strip():
+        raise click.UsageError("white space alone says nothing")
+    _request(socket, Steer(session=parse_id(session), content=text))
+
+
+@main.command()
+@_session_argument
+@_socket_option
+def cancel(session: str, socket: Path | None) -> None:
+    """End the turn of a session that runs; returns when it is over."""
+    from boxmaker.proto.channel import Cancel
+
+    _request(socket, Cancel(session=parse_id(session), cause="owner"))
+
+
+@main.command()
+@_session_argument
+@click.option("--at", type=click.IntRange(min=1), help="After which answer, counted from 1 [default: the last].")
+@_socket_option
+def fork(session: str, at: int | None, socket: Path | None) -> None:
+    """Begin a new session with what another one holds up to an answer; its id goes to stdout."""
+    from boxmaker.bxctl.chat import new_session_id
+    from boxmaker.proto.channel import Fork
+
+    _request(socket, Fork(session=parse_id(session), from_=at, new=new_session_id()))
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="One line of JSON.")
+@_socket_option
+def status(as_json: bool, socket: Path | None) -> None:
+    """What the daemon does: its server, its slots, the turns that run and those that wait."""
+    from boxmaker.proto.channel import Status
+
+    _request(socket, Status(), as_json=as_json)
 
 
 @main.command()

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable
 from typing import TextIO
 
-from boxmaker.proto.channel import CacheLoss, Cut, ToolCallStarted, ToolResult, TurnDone, WireError
+from boxmaker.proto.channel import CacheLoss, Cut, Steered, ToolCallStarted, ToolResult, TurnDone, WireError
 from boxmaker.proto.chat import Content, Figures, Progress, Queued, Reasoning, Retrying, ThinkingCapped, Waiting
 from boxmaker.proto.frames import Answer
 
@@ -121,6 +121,10 @@ class Renderer:
             case Cut(reason=reason):
                 why = "its length limit" if reason == "length" else "the thinking cap"
                 self.status(f"the reply was cut at {why}")
+            case Steered(content=content):
+                self._flush_completion()
+                self._begin_completion()
+                self.status(f"joined: {content}")
             case TurnDone(content=content, usage=usage):
                 self._done(content, usage)
                 self._show_figures(usage)
@@ -144,10 +148,15 @@ class Renderer:
         if not visible(content).strip():
             self.status("the model gave no answer" + (", only reasoning" if usage.reasoning_tokens else ""))
 
-    def cancelled(self) -> None:
-        """The owner stopped the turn."""
+    def typed(self) -> None:
+        """The owner has typed a line while the turn runs: the cursor stands at the beginning of the next."""
+        self._at_line_start = True
+        self._transient_columns = 0
+
+    def cancelled(self, already_done: str = "") -> None:
+        """The owner stopped the turn; says what it had done by then."""
         self._void()
-        self.status("cancelled")
+        self.status(f"cancelled; {already_done}" if already_done else "cancelled")
 
     def _content(self, text: str) -> None:
         if not self._stream:

@@ -1,4 +1,4 @@
-"""The client half of a connection: send one turn, read its frames.
+"""The client half of a connection: send one request, read its frames.
 
 Source: M2b section 6.
 """
@@ -16,7 +16,7 @@ from attrs import frozen
 
 from boxmaker.channel.peer import peer_uid
 from boxmaker.errors import ChannelClosed, NobodyListens
-from boxmaker.proto.channel import SOCKET_PATH_MAX_BYTES, Turn
+from boxmaker.proto.channel import SOCKET_PATH_MAX_BYTES, Final, Request, WireError
 from boxmaker.proto.chat import Content
 from boxmaker.proto.codec import JsonObject
 from boxmaker.proto.frames import (
@@ -43,7 +43,7 @@ class Frame:
 
 
 class TurnChannel:
-    """One connection that has sent its turn."""
+    """One connection that has sent its request."""
 
     def __init__(self, stream: trio.SocketStream) -> None:
         self._stream = stream
@@ -82,15 +82,15 @@ class TurnChannel:
 
 
 @asynccontextmanager
-async def open_turn(path: Path, turn: Turn) -> AsyncIterator[TurnChannel]:
-    """Connect, send one turn, and give the channel to read from; leaving the block hangs up.
+async def open_turn(path: Path, wanted: Request) -> AsyncIterator[TurnChannel]:
+    """Connect, send one request, and give the channel to read from; leaving the block hangs up.
 
     Raises:
         NobodyListens: no daemon behind the path, or a path that is too long for a socket.
 
     Cancellation: safe at any point; loopd cancels the turn.
     """
-    request = encode_request(turn)
+    request = encode_request(wanted)
     stream = await _connect(path)
     try:
         with suppress(trio.BrokenResourceError):  # refused unread: the answer is there to be received
@@ -98,6 +98,21 @@ async def open_turn(path: Path, turn: Turn) -> AsyncIterator[TurnChannel]:
         yield TurnChannel(stream)
     finally:
         await trio.aclose_forcefully(stream)
+
+
+async def ask(path: Path, wanted: Request) -> Final | WireError:
+    """Send one request, and wait for its final answer; events are dropped.
+
+    Raises:
+        NobodyListens: no daemon behind the path. ChannelClosed, BadFrame, BadRequest, UnsupportedVersion: as `receive`.
+
+    Cancellation: safe at any point; what was asked for may have been done.
+    """
+    async with open_turn(path, wanted) as channel:
+        while True:
+            answer = (await channel.receive()).answer
+            if isinstance(answer, Final | WireError):
+                return answer
 
 
 async def _connect(path: Path) -> trio.SocketStream:

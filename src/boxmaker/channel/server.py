@@ -17,10 +17,11 @@ from collections.abc import Awaitable, Callable, Sequence
 import trio
 
 from boxmaker.channel.peer import peer_uid
+from boxmaker.channel.stop import Stop
 from boxmaker.config import Channel
-from boxmaker.errors import BadFrame, BadRequest, InternalError, ShuttingDown, WireableError
+from boxmaker.errors import BadFrame, BadRequest, InternalError, ShuttingDown, TurnCancelled, WireableError
 from boxmaker.log import log_event, log_exception
-from boxmaker.proto.channel import Turn, TurnDone, TurnEvent, WireError, wire_error
+from boxmaker.proto.channel import FINAL_KIND, REQUEST_KIND, Final, Request, TurnEvent, WireError, wire_error
 from boxmaker.proto.frames import Answer, FrameDecoder, decode_request, encode_answer
 
 EVENT_CAPACITY = 256
@@ -30,8 +31,8 @@ AFTER_REQUEST_MAX_BYTES = 65536
 """What a peer may send after its request before that counts as hanging up."""
 
 Emit = Callable[[Sequence[TurnEvent]], Awaitable[None]]
-RunTurn = Callable[[Turn, Emit, Callable[[], bool]], Awaitable[TurnDone]]
-"""Runs a turn: the request, where its events go, and whether the channel has left."""
+Answering = Callable[[Request, Emit, Stop], Awaitable[Final]]
+"""Does what a request asks for: the request, where a turn's events go, and how it is ended before its time."""
 
 
 class Closing:
@@ -40,41 +41,44 @@ class Closing:
     def __init__(self) -> None:
         self.begun = False
         self._reading: set[trio.CancelScope] = set()
-        self._turns: set[trio.CancelScope] = set()
+        self._running: set[Stop] = set()
         self._idle = trio.Event()
 
     def begin(self) -> None:
-        """No more turns: requests that are still being read are answered `shutting_down`."""
+        """No more turns: requests that are still being read, or wait in line, are answered `shutting_down`."""
         self.begun = True
         for scope in self._reading:
             scope.cancel()
+        for stop in self._running:
+            if stop.in_line:
+                stop.cancel("shutdown")
         self._check_idle()
 
     def cancel_turns(self) -> None:
         """End the grace: running turns are cancelled and answered `shutting_down`."""
-        for scope in self._turns:
-            scope.cancel()
+        for stop in self._running:
+            stop.cancel("shutdown")
 
     async def wait_no_turns(self) -> None:
         """Wait, after `begin`, until no turn runs. Cancellation: safe at any point."""
         await self._idle.wait()
 
     def _check_idle(self) -> None:
-        if self.begun and not self._turns:
+        if self.begun and not self._running:
             self._idle.set()
 
 
 class Connection:
     """Serves one connection; `closing` is the daemon's."""
 
-    def __init__(self, stream: trio.SocketStream, config: Channel, run_turn: RunTurn, closing: Closing) -> None:
+    def __init__(self, stream: trio.SocketStream, config: Channel, answering: Answering, closing: Closing) -> None:
         self._stream = stream
         self._config = config
-        self._run_turn = run_turn
+        self._answering = answering
         self._closing = closing
         self._decoder = FrameDecoder(config.max_frame)
-        self._turn_scope = trio.CancelScope()
-        self._left = False
+        self._stop = Stop(self._has_left)
+        self._stalled = False
         self._flooded = False
 
     async def serve(self) -> None:
@@ -86,19 +90,19 @@ class Connection:
         """
         async with self._stream:
             try:
-                turn = await self._read_request()
+                request = await self._read_request()
             except WireableError as exc:
                 await self._write(encode_answer(wire_error(exc)))
                 return
-            if turn is not None:
-                await self._serve_turn(turn)
+            if request is not None:
+                await self._serve_request(request)
 
     async def refuse(self, error: WireableError) -> None:
         """Answer with an error, and close. Cancellation: safe at any point."""
         async with self._stream:
             await self._write(encode_answer(wire_error(error)))
 
-    async def _read_request(self) -> Turn | None:
+    async def _read_request(self) -> Request | None:
         """Read the one request; None when the peer left without sending a byte."""
         closing = self._closing
         began = False
@@ -124,17 +128,17 @@ class Connection:
             raise ShuttingDown()
         raise BadFrame(problem=f"no whole frame within {self._config.request_s} s")
 
-    async def _serve_turn(self, turn: Turn) -> None:
+    async def _serve_request(self, request: Request) -> None:
         send, receive = trio.open_memory_channel[Answer](EVENT_CAPACITY)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._write_answers, receive, nursery.cancel_scope)
             nursery.start_soon(self._watch, nursery.cancel_scope)
             async with send:
-                final = await self._final(turn, send)
+                final = await self._final(request, send)
                 await send.send(final)
 
-    async def _final(self, turn: Turn, send: trio.MemorySendChannel[Answer]) -> TurnDone | WireError:
-        """Run the turn in its own scope; give the last frame. When it returns, session and slot are free."""
+    async def _final(self, request: Request, send: trio.MemorySendChannel[Answer]) -> Final | WireError:
+        """Do what is asked in a scope of its own; give the last frame. A turn's session and slot are free then."""
 
         async def emit(events: Sequence[TurnEvent]) -> None:
             for event in events:
@@ -147,31 +151,34 @@ class Connection:
                     await trio.lowlevel.checkpoint()
                     raise
 
-        turns = self._closing._turns
+        running = self._closing._running
         began = trio.current_time()
-        result: TurnDone | WireError | None = None
-        turns.add(self._turn_scope)
+        result: Final | WireError | None = None
+        running.add(self._stop)
         try:
-            with self._turn_scope:
+            with self._stop.scope:
                 try:
-                    result = await self._run_turn(turn, emit, self._peer_left)
+                    result = await self._answering(request, emit, self._stop)
                 except WireableError as exc:
                     result = wire_error(exc)
                 except Exception as exc:  # the connection boundary: a fault of ours ends this turn alone
                     result = _of_fault(exc)
         finally:
-            turns.discard(self._turn_scope)
+            running.discard(self._stop)
             self._closing._check_idle()
             log_event(
-                "turn_end",
-                session=turn.session,
+                f"{REQUEST_KIND[type(request)]}_end",
+                session=getattr(request, "session", None),
                 ending=_ending(result),
+                cause=self._stop.cause if result is None else None,
                 ms=int((trio.current_time() - began) * 1000),
             )
         if result is not None:
             return result
         if self._flooded:
             return wire_error(BadFrame(problem=f"over {AFTER_REQUEST_MAX_BYTES} bytes after the request"))
+        if self._stop.cause in ("owner", "replaced"):
+            return wire_error(TurnCancelled(cause=self._stop.cause))
         return wire_error(ShuttingDown())
 
     async def _write_answers(self, receive: trio.MemoryReceiveChannel[Answer], connection: trio.CancelScope) -> None:
@@ -188,7 +195,7 @@ class Connection:
                 except (trio.WouldBlock, trio.EndOfChannel):
                     pass
                 if not await self._write(b"".join(frames)):
-                    self._left = True
+                    self._stop.cancel("stalled_channel" if self._stalled else "disconnect")
                     break
             # before `receive` closes: a turn that waits for room in it is cancelled, not broken
             connection.cancel()
@@ -200,6 +207,7 @@ class Connection:
                 await self._stream.send_all(data)
         except trio.TooSlowError:
             log_event("channel_stalled", write_timeout_s=self._config.write_timeout_s)
+            self._stalled = True
             return False
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             return False
@@ -217,17 +225,15 @@ class Connection:
             except trio.BrokenResourceError:
                 data = b""
             if not data:
-                self._left = True
+                self._stop.cancel("disconnect")
                 connection.cancel()
                 return
             extra_bytes += len(data)
         self._flooded = True
-        self._turn_scope.cancel()
+        self._stop.cancel("disconnect")
 
-    def _peer_left(self) -> bool:
+    def _has_left(self) -> bool:
         """Has the peer left, even if the watcher has not run yet? A turn of such a peer is not "busy"."""
-        if self._left or self._turn_scope.cancel_called:
-            return True
         poll = select.poll()
         poll.register(self._stream.socket.fileno(), select.POLLRDHUP)
         return bool(poll.poll(0))
@@ -247,21 +253,21 @@ def _of_fault(exc: Exception) -> WireError:
     return wire_error(InternalError(message="a fault inside loopd; its log has the details"))
 
 
-def _ending(result: TurnDone | WireError | None) -> str:
+def _ending(result: Final | WireError | None) -> str:
     if result is None:
         return "cancelled"
-    return "turn_done" if isinstance(result, TurnDone) else result.code.value
+    return result.code.value if isinstance(result, WireError) else FINAL_KIND[type(result)]
 
 
 async def serve_connection(
-    stream: trio.SocketStream, config: Channel, run_turn: RunTurn, closing: Closing, owner_uid: int | None = None
+    stream: trio.SocketStream, config: Channel, answering: Answering, closing: Closing, owner_uid: int | None = None
 ) -> None:
     """Serve one accepted connection; nothing that it does or suffers reaches the listener.
 
     `owner_uid`: peers with another uid are refused; None admits all, for sockets that are pairs.
     """
     try:
-        connection = Connection(stream, config, run_turn, closing)
+        connection = Connection(stream, config, answering, closing)
         if owner_uid is not None and (uid := peer_uid(stream)) != owner_uid:
             log_event("peer_refused", uid=uid)
             await connection.refuse(BadRequest(path="$", problem=f"loopd serves uid {owner_uid} alone, you are {uid}"))

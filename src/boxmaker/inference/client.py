@@ -99,6 +99,7 @@ class Client:
         self._now_s = now_s
         self._gates: dict[int, SlotGate] = {}
         self._looks = True
+        self._idle_s: dict[int, float] = {}
         self._http = _Http(config)
 
     async def __aenter__(self) -> Client:
@@ -146,6 +147,7 @@ class Client:
         """
         if not self._looks:
             return Look(state="idle")
+        began_s = trio.current_time()
         answer = None
         try:
             with trio.move_on_after(LOOK_S):
@@ -157,12 +159,19 @@ class Client:
         if answer.status == 200:
             for entry in answer.value if isinstance(answer.value, list) else ():
                 if isinstance(entry, dict) and entry.get("id") == slot and type(entry.get("is_processing")) is bool:
-                    return Look(state="busy" if entry["is_processing"] else "idle")
+                    if entry["is_processing"]:
+                        return Look(state="busy")
+                    self._idle_s[slot] = began_s
+                    return Look(state="idle")
         elif answer.status not in NO_SLOTS_STATUSES:
             return Look(state="failed", error=answer.error())
         self._looks = False
         log_event("slot_check_off", slot=slot, status=answer.status)
         return Look(state="idle")
+
+    def seen_idle_s(self, slot: int) -> float:
+        """When the last look that found the slot free was begun, on Trio's clock; -inf when there was none."""
+        return self._idle_s.get(slot, -math.inf)
 
     def look_again(self) -> None:
         """Another server may have `/slots` where the one before had none."""

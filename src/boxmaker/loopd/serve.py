@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager, suppress
 
 import trio
 
-from boxmaker.channel.server import Closing, Emit, serve_connection
+from boxmaker.channel.server import Closing, serve_connection
 from boxmaker.config import Config
 from boxmaker.errors import StartError
 from boxmaker.inference.client import Client
@@ -28,14 +28,13 @@ from boxmaker.inference.request import fixed_fields
 from boxmaker.log import log_event
 from boxmaker.loopd.home import bound_socket, inherited_socket, lock_home, notify_systemd, prepare_home
 from boxmaker.loopd.selftest import Report, run_selftest
-from boxmaker.proto.channel import Turn, TurnDone
+from boxmaker.loopd.turns import TurnService
 from boxmaker.proto.time import Timestamp, timestamp
-from boxmaker.session.baseline import Baseline, assemble_baseline
 from boxmaker.session.disk import Disk, ThreadDisk, sweep_new
-from boxmaker.session.store import NewSession, Store
+from boxmaker.session.store import Store
 from boxmaker.tools.fake import FakeTools, fake_registry
 from boxmaker.tools.registry import Registry
-from boxmaker.turn import Runtime, run_turn
+from boxmaker.turn.runtime import Runtime
 
 MIB = 1024 * 1024
 AFTER_GRACE_S = 10.0
@@ -52,35 +51,6 @@ SIGNALS_THAT_COUNT = 2
 def now() -> Timestamp:
     """The time, for the log."""
     return timestamp(time.time())
-
-
-class TurnService:
-    """Runs turns for connections; holds what is shared by them."""
-
-    def __init__(self, rt: Runtime, store: Store) -> None:
-        self._rt = rt
-        self._store = store
-
-    async def run(self, turn: Turn, emit: Emit, gone: Callable[[], bool]) -> TurnDone:
-        """Run one turn of one session; when it returns or raises, session and slot are free.
-
-        Raises:
-            WireableError: why there is no answer.
-
-        Cancellation: safe at any point.
-        """
-        rt = self._rt
-        await rt.facts.refresh(rt.client, rt.config, rt.registry.core_schemas())
-        new = NewSession(slot=rt.config.slots.main, baseline=self._baseline)
-        async with self._store.turn(
-            turn.session, resume=turn.resume, new=new, alternate=rt.facts.alternate, gone=gone
-        ) as session:
-            outcome = await run_turn(session, rt, turn.content, emit)
-        return TurnDone(content=outcome.content, usage=outcome.usage)
-
-    def _baseline(self) -> Baseline:
-        rt = self._rt
-        return assemble_baseline(rt.config.baseline, rt.config.paths.home, rt.registry.core_schemas())
 
 
 async def serve(config: Config, *, until_eof: bool = False, disk: Disk | None = None) -> None:

@@ -173,7 +173,8 @@ def strict_converter(extra: Mapping[object, Callable[[Any, Any], Any]] | None = 
     """Build a converter that refuses what it is not sure of.
 
     `extra` adds checks for further types (NewTypes of ids and times, enums), `(value, type) -> value`.
-    A field named `class_` is the key `class`.
+    A field named `class_` is the key `class`. A field with a default may be left out by who writes, and is left out
+    by us when it has its default: that is how a key is added that older readers do not know.
     """
     converter = Converter(forbid_extra_keys=True)
     checks: dict[object, Callable[[Any, Any], Any]] = {
@@ -195,7 +196,7 @@ def strict_converter(extra: Mapping[object, Callable[[Any, Any], Any]] | None = 
         attrs.has, lambda cls: _only_objects(make_dict_structure_fn(cls, converter, **keys(cls)))
     )
     converter.register_unstructure_hook_factory(
-        attrs.has, lambda cls: make_dict_unstructure_fn(cls, converter, **keys(cls))
+        attrs.has, lambda cls: make_dict_unstructure_fn(cls, converter, _cattrs_omit_if_default=True, **keys(cls))
     )
     return converter
 

@@ -16,18 +16,29 @@ from typing import Any, TypeAlias
 from attrs import frozen
 
 from boxmaker.errors import BadFrame, BadRequest, UnsupportedVersion, ValueRefused
-from boxmaker.proto.channel import TURN, TURN_DONE, TURN_EVENTS, WIRE_ERROR, Turn, TurnDone, TurnEvent, WireError
+from boxmaker.proto.channel import (
+    FINAL_KIND,
+    FINALS,
+    REQUEST_KIND,
+    REQUESTS,
+    TURN_EVENTS,
+    WIRE_ERROR,
+    Final,
+    Request,
+    TurnEvent,
+    WireError,
+)
 from boxmaker.proto.chat import Content, Reasoning
 from boxmaker.proto.codec import SURROGATE, JsonObject, dumps, found, loads
 
 LENGTH_BYTES = 4
 VERSION = 1
-REQUEST_KINDS = ("turn",)
-ANSWER_KINDS = ("turn_event", "turn_done", "error")
+REQUEST_KINDS = tuple(REQUESTS)
+ANSWER_KINDS = ("turn_event", *FINALS, "error")
 CLIENT_MAX_FRAME = 64 * 1024 * 1024
 """What a client accepts from loopd, in bytes."""
 
-Answer: TypeAlias = TurnEvent | TurnDone | WireError
+Answer: TypeAlias = TurnEvent | Final | WireError
 
 
 class FrameDecoder:
@@ -105,7 +116,7 @@ def open_envelope(payload: bytes, kinds: Collection[str] | None = None) -> Envel
     return Envelope(kind=value["kind"], final=value["final"], body=value["body"])
 
 
-def decode_request(payload: bytes) -> Turn:
+def decode_request(payload: bytes) -> Request:
     """Read what a channel asks for.
 
     Raises:
@@ -116,9 +127,10 @@ def decode_request(payload: bytes) -> Turn:
     if not envelope.final:
         raise BadRequest(path="$.final", problem="a request is its channel's only frame: final must be true")
     try:
-        return TURN.from_object(envelope.body, "$.body")
+        request: Request = REQUESTS[envelope.kind].from_object(envelope.body, "$.body")
     except ValueRefused as exc:
         raise BadRequest(path=exc.path, problem=exc.problem) from exc
+    return request
 
 
 def decode_answer(payload: bytes) -> Answer | None:
@@ -135,15 +147,15 @@ def answer_of(envelope: Envelope) -> Answer | None:
     """Read the body of a frame of loopd, whose kind is one of ANSWER_KINDS; else as `decode_answer`."""
     body = envelope.body
     if envelope.final is (envelope.kind == "turn_event"):
-        raise BadRequest(path="$.final", problem="turn_done and error are final, turn_event is not")
+        raise BadRequest(path="$.final", problem="all kinds but turn_event are final, turn_event is not")
     try:
-        if envelope.kind == "turn_done":
-            return TURN_DONE.from_object(body, "$.body")
-        if envelope.kind == "error":
-            return WIRE_ERROR.from_object(body, "$.body")
-        return _event(body)
+        if envelope.kind == "turn_event":
+            return _event(body)
+        codec = WIRE_ERROR if envelope.kind == "error" else FINALS[envelope.kind]
+        final: Final | WireError = codec.from_object(body, "$.body")
     except ValueRefused as exc:
         raise BadRequest(path=exc.path, problem=exc.problem) from exc
+    return final
 
 
 def _event(body: JsonObject) -> TurnEvent | None:
@@ -167,9 +179,10 @@ def _frame(kind: str, final: bool, body: JsonObject) -> bytes:
     return frame(dumps({"v": VERSION, "kind": kind, "final": final, "body": body}).encode("utf-8"))
 
 
-def encode_request(turn: Turn) -> bytes:
+def encode_request(request: Request) -> bytes:
     """Write a request as one frame; raises ValueRefused for what loopd would refuse."""
-    return _frame("turn", True, TURN.to_object(turn))
+    kind = REQUEST_KIND[type(request)]
+    return _frame(kind, True, REQUESTS[kind].to_object(request))
 
 
 _CONTENT = '{"v":1,"kind":"turn_event","final":false,"body":{"event":{"type":"content","text":'
@@ -191,10 +204,11 @@ def encode_answer(answer: Answer) -> bytes:
         if type(text) is not str or SURROGATE.search(text):
             raise ValueRefused(path="$.text", problem="expected text without lone surrogates")
         return frame((head + encode_basestring(text) + _TAIL).encode("utf-8"))
-    if isinstance(answer, TurnDone):
-        return _frame("turn_done", True, TURN_DONE.to_object(answer))
     if isinstance(answer, WireError):
         return _frame("error", True, WIRE_ERROR.to_object(answer))
+    if isinstance(answer, Final):
+        kind = FINAL_KIND[type(answer)]
+        return _frame(kind, True, FINALS[kind].to_object(answer))
     return _frame("turn_event", False, {"event": TURN_EVENTS.to_object(answer)})
 
 

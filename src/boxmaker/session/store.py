@@ -39,6 +39,7 @@ from boxmaker.proto.records import LogRecord, SessionStart, decode_line, encode_
 from boxmaker.proto.time import Timestamp
 from boxmaker.session.baseline import BASELINE, Baseline, baseline_hash, encode_baseline
 from boxmaker.session.disk import Disk, append_durably, create_directory, sync_directory
+from boxmaker.session.fork import cut_log, forked_log
 from boxmaker.session.replay import LogState, OutOfOrder
 
 LOG_NAME = "0.jsonl"
@@ -224,16 +225,47 @@ class Store:
                 raise SessionExists(session=session)
             raw = encode_baseline(new.baseline())
             start = SessionStart(time=started, session=session, epoch=0, slot=new.slot, baseline=baseline_hash(raw))
-            try:
-                create_directory(self.directory / session, {BASELINE_NAME: raw, LOG_NAME: encode_line(start)})
-            except FileExistsError as exc:
-                raise SessionExists(session=session) from exc
-            except OSError as exc:
-                raise StorageError(
-                    action="create", file=self.directory / session, reason=exc.strerror or str(exc)
-                ) from exc
+            self._place(session, raw, encode_line(start))
 
         await self._disk.run(create)
+
+    def _place(self, session: SessionId, baseline: bytes, log: bytes) -> None:
+        directory = self.directory / session
+        try:
+            create_directory(directory, {BASELINE_NAME: baseline, LOG_NAME: log})
+        except FileExistsError as exc:
+            raise SessionExists(session=session) from exc
+        except OSError as exc:
+            raise StorageError(action="create", file=directory, reason=exc.strerror or str(exc)) from exc
+
+    async def fork(self, session: SessionId, at: int | None, new: SessionId, *, slot: int) -> int:
+        """Make the session `new` of what a session holds up to its answer number `at`, by default the last.
+
+        Gives the answer's number. The new one is there whole or not at all; the old one is not touched.
+
+        Raises:
+            NoSuchSession, SessionBusy, SessionDamaged, SessionExists, BadRequest, StorageError: nothing has changed.
+
+        Cancellation: checked on entry only; a creation that has begun is finished.
+        """
+        started = self._now()
+        self._kept.pop(new, None)
+
+        def fork() -> int:
+            fd = open_locked(self.directory, session)
+            try:
+                if os.path.lexists(self.directory / new):
+                    raise SessionExists(session=new)
+                file = self._log(session)
+                raw = _read_all(file, fd, LOG_MAX_BYTES)
+                cut = cut_log(file, session, split_log(file, raw), at)
+                baseline = read_baseline_bytes(file.with_name(BASELINE_NAME), cut.baseline)
+                self._place(new, baseline, forked_log(cut, raw, session=new, slot=slot, time=started))
+            finally:
+                os.close(fd)
+            return cut.at
+
+        return await self._disk.run(fork)
 
     async def _open(self, session: SessionId, alternate: bool) -> tuple[int, _Known]:
         """Open, lock, and read what is not known yet."""
@@ -394,6 +426,14 @@ def read_baseline(file: Path, expected_hash: str) -> Baseline:
         SessionDamaged: it is missing, no file, another one, or no baseline. StorageError: the disk said no.
     """
     try:
+        return BASELINE.decode(read_baseline_bytes(file, expected_hash))
+    except ValueRefused as exc:
+        raise SessionDamaged(file=file, line=0, problem=str(exc)) from exc
+
+
+def read_baseline_bytes(file: Path, expected_hash: str) -> bytes:
+    """The same, not looked into."""
+    try:
         fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as exc:
         if exc.errno in NO_FILE:
@@ -407,7 +447,4 @@ def read_baseline(file: Path, expected_hash: str) -> Baseline:
         os.close(fd)
     if baseline_hash(raw) != expected_hash:
         raise SessionDamaged(file=file, line=0, problem="the baseline is not the one that the session began with")
-    try:
-        return BASELINE.decode(raw)
-    except ValueRefused as exc:
-        raise SessionDamaged(file=file, line=0, problem=str(exc)) from exc
+    return raw

@@ -20,7 +20,8 @@ from boxmaker.inference.client import Client
 from boxmaker.inference.facts import ServerFacts
 from boxmaker.inference.request import fixed_fields
 from boxmaker.loopd.home import prepare_home
-from boxmaker.loopd.serve import MIB, TurnService
+from boxmaker.loopd.serve import MIB
+from boxmaker.loopd.turns import TurnService
 from boxmaker.proto.channel import Turn, TurnDone, WireError
 from boxmaker.proto.frames import Answer, encode_request
 from boxmaker.proto.ids import SessionId, parse_session_id
@@ -31,7 +32,7 @@ from boxmaker.session.store import LOG_NAME, Store
 from boxmaker.tools.fake import FakeTools, fake_registry
 from boxmaker.tools.port import ToolPort
 from boxmaker.tools.registry import Registry
-from boxmaker.turn import Runtime
+from boxmaker.turn.runtime import Runtime
 
 EPOCH_S = 1_796_048_130.0
 """2026-11-30T14:15:30Z: where the clock of a test daemon stands."""
@@ -59,6 +60,7 @@ class Daemon:
     store: Store
     rt: Runtime
     nursery: trio.Nursery
+    service: TurnService
     closing: Closing = field(factory=Closing)
 
     async def connect(self, *, send_buffer_bytes: int | None = None) -> trio.SocketStream:
@@ -69,9 +71,8 @@ class Daemon:
         ours, theirs = trio.socket.socketpair()
         if send_buffer_bytes is not None:
             theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
-        service = TurnService(self.rt, self.store)
         self.nursery.start_soon(
-            serve_connection, trio.SocketStream(theirs), self.config.channel, service.run, self.closing
+            serve_connection, trio.SocketStream(theirs), self.config.channel, self.service.run, self.closing
         )
         return trio.SocketStream(ours)
 
@@ -161,5 +162,5 @@ async def running_daemon(
             now=now,
         )
         async with trio.open_nursery() as nursery:
-            yield Daemon(config, client, store, rt, nursery)
+            yield Daemon(config, client, store, rt, nursery, TurnService(rt, store))
             nursery.cancel_scope.cancel()

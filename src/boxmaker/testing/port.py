@@ -29,6 +29,12 @@ class ScriptedPort:
     requests: list[ToolRequest] = field(factory=list)
     started: trio.Event = field(factory=trio.Event)
     cancelled: int = 0
+    beside: Callable[[ToolRequest], bool] = field(default=lambda _: False)
+    """Which calls are safe beside others."""
+
+    def runs_beside(self, request: ToolRequest) -> bool:
+        """Say what the test says."""
+        return self.beside(request)
 
     async def call(self, request: ToolRequest) -> ToolResponse:
         """Answer the next call."""

@@ -1,7 +1,7 @@
 """What answers a call: this process with a text, or the port with a request; pure.
 
-What the model sees: every text below, word for word. They are fixed, because they stay in the
-session's prompt. Source: M2b section 5; design.md sections 7 and 8.
+What the model sees: the texts of `tools/endings.py`, `find_tool`'s answer, and what a tool failed with.
+Source: M2b section 5; design.md sections 7 and 8.
 """
 
 from __future__ import annotations
@@ -13,26 +13,13 @@ from attrs import frozen
 from boxmaker.errors import ValueRefused
 from boxmaker.inference.completion import clean_text
 from boxmaker.proto.arguments import object_text, parse_arguments
+from boxmaker.tools.endings import bad_arguments, unknown_to_call_tool, unknown_tool
 from boxmaker.tools.registry import CALL_TOOL, FIND_TOOL, Registry
-
-ALREADY_CALLED = "Not run: this call was already made with these arguments in this turn. Its result is above."
-REPEATED_AGAIN = "Not run: the same call was repeated again, so the turn was ended."
-AFTER_REPEAT = "Not run: the turn was ended before this call."
-OVER_ITERATIONS = "Not run: the turn's limit of tool calls was reached."
-REPLY_CUT = "Not run: the reply was cut at its length limit. Ask again in smaller pieces."
-INTERRUPTED = "Interrupted: the call was running when the turn ended; its outcome is unknown."
-NOT_RUN = "Not run: the turn ended before this call."
-NO_APPROVAL = "The call needs the owner's approval, and this version cannot wait for it."
 
 
 def tool_failed(message: str) -> str:
     """The text for a tool that gave no result."""
     return f"The tool failed: {message}"
-
-
-def call_denied(reason: str) -> str:
-    """The text for a call that the owner's grants do not allow."""
-    return f"The call was denied: {reason}"
 
 
 @frozen(kw_only=True)
@@ -97,18 +84,15 @@ def _for_port(text: str, parsed: dict[str, object]) -> str:
 
 
 def _unparsed(reason: str) -> Local:
-    return Local(text=f"The arguments did not parse: {clean_text(reason)}")
+    return Local(text=bad_arguments(clean_text(reason)))
 
 
 def _unknown(registry: Registry, name: str) -> str:
-    names = ", ".join(registry.core_names())
-    return f"Unknown tool {name!r}. The tools are {names}; find_tool finds more, call_tool calls them."
+    return unknown_tool(name, ", ".join(registry.core_names()))
 
 
 def _unknown_inner(registry: Registry, name: str) -> str:
-    if registry.is_core(name) or name in (FIND_TOOL, CALL_TOOL):
-        return f"Unknown to call_tool: the tool {name!r} is called by its own name."
-    return f"Unknown tool {name!r} for call_tool. find_tool with an empty query lists them all."
+    return unknown_to_call_tool(name, core=registry.is_core(name) or name in (FIND_TOOL, CALL_TOOL))
 
 
 def cap_result(text: str, cap_bytes: int) -> tuple[str, bool]:

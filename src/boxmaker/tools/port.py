@@ -6,7 +6,7 @@ runs in this process any more. Source: M2b section 4.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from boxmaker.proto.tools import ToolRequest, ToolResponse
 
@@ -18,5 +18,17 @@ class ToolPort(Protocol):
         """Run one tool and give its response; a failure of the tool is a `Failed`, not an exception.
 
         Cancellation: the call stops at its next checkpoint; whether it took effect is not known.
+        """
+        ...
+
+
+@runtime_checkable
+class ParallelPort(ToolPort, Protocol):
+    """A port that knows which calls may run at the same time; any other runs one at a time."""
+
+    def runs_beside(self, request: ToolRequest) -> bool:
+        """Say whether the call, with these arguments, is safe beside other calls that are; asked before it starts.
+
+        What depends on the other calls (the same file, say) cannot be told: then the answer is False.
         """
         ...

@@ -13,8 +13,8 @@ from typing import Any, Final, TypeAlias
 from attrs import field, frozen
 
 Rec: TypeAlias = tuple[Any, ...]
-INTERRUPTED = "Interrupted: the call was running when the turn ended; its outcome is unknown."
-NOT_RUN = "Not run: the turn ended before this call."
+INTERRUPTED = "Interrupted: boxmaker failed while the call may have been running; its outcome is unknown."
+NOT_RUN = "Not run: boxmaker was stopped before this call."
 RESULT_CAP = 16384
 
 

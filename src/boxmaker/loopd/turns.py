@@ -1,0 +1,189 @@
+"""What connections ask for, done: turns, what is said to them and asked about them, and forks.
+
+Laws:
+* A turn's session and slot are free before its last frame is given out, and before anybody is told that it is over.
+* Nothing here is state that is not in a log or held by an open connection.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import trio
+
+from boxmaker import __version__
+from boxmaker.channel.stop import Stop
+from boxmaker.errors import InferenceError, NoSuchSession, NoTurn
+from boxmaker.inference.client import LOOK_S
+from boxmaker.inference.retry import is_loading
+from boxmaker.loopd.desk import Desk, Emit, Place
+from boxmaker.proto.channel import (
+    Cancel,
+    CancelDone,
+    Final,
+    Fork,
+    ForkDone,
+    Request,
+    ServerStatus,
+    SlotStatus,
+    Status,
+    StatusDone,
+    Steer,
+    SteerDone,
+    Turn,
+    TurnDone,
+)
+from boxmaker.proto.ids import SessionId
+from boxmaker.session.baseline import Baseline, assemble_baseline
+from boxmaker.session.store import NewSession, Store
+from boxmaker.turn.loop import CLEANUP_S, run_turn
+from boxmaker.turn.runtime import Runtime
+from boxmaker.turn.steering import TurnControl
+
+SLOT_FREE_S = 5.0
+"""How long the server may show a slot as busy that we have left, before a `cancel` says so."""
+SLOT_LOOK_S = 0.2
+CANCELLED_ENDINGS = frozenset({"cancelled", "shutting_down"})
+
+
+class TurnService:
+    """Answers the requests of all connections; holds what they share."""
+
+    def __init__(self, rt: Runtime, store: Store) -> None:
+        self._rt = rt
+        self._store = store
+        self._desk = Desk()
+
+    async def run(self, request: Request, emit: Emit, stop: Stop) -> Final:
+        """Do what a request asks for; when it returns or raises, a turn's session and slot are free.
+
+        Raises:
+            WireableError: why there is no answer.
+
+        Cancellation: safe at any point.
+        """
+        match request:
+            case Turn():
+                return await self._turn(request, emit, stop)
+            case Steer():
+                return await self._steer(request, stop)
+            case Cancel():
+                return await self._cancel(request)
+            case Fork():
+                return await self._fork(request, stop)
+            case Status():
+                return await self._status()
+
+    async def _turn(self, turn: Turn, emit: Emit, stop: Stop) -> TurnDone:
+        rt = self._rt
+        control = TurnControl(cause=lambda: stop.cause)
+        place = Place(session=turn.session, stop=stop, control=control)
+        new = NewSession(slot=rt.config.slots.main, baseline=self._baseline)
+        async with self._desk.place(place, resume=turn.resume, when_busy=turn.when_busy, emit=emit):
+            await rt.facts.refresh(rt.client, rt.config, rt.registry.core_schemas())
+            async with self._store.turn(
+                turn.session, resume=turn.resume, new=new, alternate=rt.facts.alternate, gone=stop.gone
+            ) as session:
+                outcome = await run_turn(session, rt, turn.content, emit, control)
+            place.ending = "turn_done"
+        return TurnDone(content=outcome.content, usage=outcome.usage)
+
+    async def _steer(self, steer: Steer, stop: Stop) -> SteerDone:
+        """Wait until the text has joined the turn that runs, or until that is over without it."""
+        place = self._desk.turn(steer.session)
+        if place is None or place.control is None:
+            self._must_exist(steer.session)
+            raise NoTurn(session=steer.session, ending="idle")
+        steering = place.control.steering
+        note = steering.add(steer.content, stop.gone)
+        if note is not None:
+            try:
+                await note.settled.wait()
+            except trio.Cancelled:
+                steering.withdraw(note)
+                if not note.taken:
+                    raise
+                # It is being written. What is in the log is acknowledged, if the sender can still be told.
+                with trio.move_on_after(CLEANUP_S, shield=True):
+                    await note.settled.wait()
+                if not note.joined:
+                    raise
+            if note.joined:
+                return SteerDone()
+        await place.over.wait()
+        raise NoTurn(session=steer.session, ending=place.ending)
+
+    async def _cancel(self, cancel: Cancel) -> CancelDone:
+        place = self._desk.turn(cancel.session)
+        if place is None:
+            self._must_exist(cancel.session)
+            return CancelDone(ending="idle", cause=None, slot_free=True)
+        place.stop.cancel(cancel.cause)
+        await place.over.wait()
+        cause = place.stop.cause if place.ending in CANCELLED_ENDINGS else None
+        return CancelDone(ending=place.ending, cause=cause, slot_free=await self._slot_is_free())
+
+    async def _slot_is_free(self) -> bool:
+        """Does the server stop showing our slot as busy within SLOT_FREE_S? True as well where it cannot be asked.
+
+        A turn of ours that is let through has seen the slot free.
+        """
+        client, slot = self._rt.client, self._rt.config.slots.main
+        left_s = trio.current_time()
+        with trio.move_on_after(SLOT_FREE_S):
+            while client.seen_idle_s(slot) < left_s:
+                look = await client.look(slot)
+                if look.state == "failed":
+                    return True
+                if look.state == "idle":
+                    break
+                await trio.sleep(SLOT_LOOK_S)
+            return True
+        return False
+
+    async def _fork(self, fork: Fork, stop: Stop) -> ForkDone:
+        place = Place(session=fork.session, stop=stop, control=None)
+        async with self._desk.place(place, resume=True, when_busy="refuse"):
+            at = await self._store.fork(fork.session, fork.from_, fork.new, slot=self._rt.config.slots.main)
+            place.ending = "fork_done"
+        return ForkDone(session=fork.new, from_=at)
+
+    async def _status(self) -> StatusDone:
+        config = self._rt.config
+        state, slots = await self._server()
+        return StatusDone(
+            version=__version__,
+            pid=os.getpid(),
+            server=ServerStatus(url=config.server.url, state=state),
+            slots=tuple(
+                SlotStatus(id=one["id"], busy=one["is_processing"], ours=one["id"] == config.slots.main)
+                for one in slots
+                if isinstance(one, dict) and _is_slot(one.get("id")) and type(one.get("is_processing")) is bool
+            ),
+            sessions=self._desk.status(),
+        )
+
+    async def _server(self) -> tuple[Any, list[Any]]:
+        """How the server is, and its slots as it lists them; none where it does not."""
+        with trio.move_on_after(LOOK_S):
+            try:
+                answer = await self._rt.client.ask("GET", "/slots")
+            except InferenceError:
+                return "unreachable", []
+            if answer.status != 200:
+                return ("loading" if is_loading(answer.error()) else "ready"), []
+            return "ready", answer.value if isinstance(answer.value, list) else []
+        return "unreachable", []
+
+    def _must_exist(self, session: SessionId) -> None:
+        if not os.path.lexists(self._store.directory / session):
+            raise NoSuchSession(session=session)
+
+    def _baseline(self) -> Baseline:
+        rt = self._rt
+        return assemble_baseline(rt.config.baseline, rt.config.paths.home, rt.registry.core_schemas())
+
+
+def _is_slot(value: object) -> bool:
+    return type(value) is int and value >= 0

@@ -1,0 +1,34 @@
+"""What a turn needs besides its session."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+
+from attrs import frozen
+
+from boxmaker.config import Config
+from boxmaker.inference.client import Client
+from boxmaker.inference.facts import ServerFacts
+from boxmaker.proto.channel import TurnEvent
+from boxmaker.proto.time import Timestamp
+from boxmaker.tools.port import ToolPort
+from boxmaker.tools.registry import Registry
+
+Emit = Callable[[Sequence[TurnEvent]], Awaitable[None]]
+"""Takes events for the channel, in order; waits while the channel is slow."""
+
+
+@frozen(kw_only=True)
+class Runtime:
+    """Shared by all turns of the daemon."""
+
+    config: Config
+    client: Client
+    facts: ServerFacts
+    port: ToolPort
+    registry: Registry
+    now: Callable[[], Timestamp]
+
+
+async def tell_nobody(_: Sequence[TurnEvent]) -> None:
+    """An Emit for a channel that has gone, or is about to."""
