@@ -11,6 +11,7 @@ This is the only module that imports httpx. Source: design.md section 7; `../sha
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import random
@@ -297,6 +298,8 @@ class _Http:
         url = config.server.url
         unix = url.removeprefix("unix:") if url.startswith("unix:") else None
         self._base = "http://llama-server" if unix else url
+        # The few paths that we ask for are taken apart once.
+        self._url = functools.cache(lambda path: httpx.URL(f"{self._base}{path}"))
         self._headers = {
             "Host": httpx.URL(self._base).netloc.decode("ascii"),
             "Connection": "close",
@@ -328,9 +331,7 @@ class _Http:
         extensions: dict[str, Any] = {"timeout": httpx.Timeout(None).as_dict()}
         if trace is not None:
             extensions["trace"] = trace
-        request = httpx.Request(
-            method, f"{self._base}{path}", headers=headers, stream=_Body(content), extensions=extensions
-        )
+        request = httpx.Request(method, self._url(path), headers=headers, stream=_Body(content), extensions=extensions)
         response = await self._transport.handle_async_request(request)
         try:
             yield response
