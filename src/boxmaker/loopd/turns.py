@@ -130,9 +130,9 @@ class TurnService:
         A turn of ours that is let through has seen the slot free.
         """
         client, slot = self._rt.client, self._rt.config.slots.main
-        left_s = trio.current_time()
+        since = client.looks_begun
         with trio.move_on_after(SLOT_FREE_S):
-            while client.seen_idle_s(slot) < left_s:
+            while not client.was_idle(slot, since):
                 look = await client.look(slot)
                 if look.state == "failed":
                     return True
