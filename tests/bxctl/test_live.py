@@ -95,6 +95,39 @@ def test_a_cancel_waits_for_the_last_word_and_says_what_was_done(short_dir: Path
     assert loopd.resumes == [True, True]
 
 
+def test_what_did_not_join_a_turn_that_was_cancelled_is_not_sent_by_itself(short_dir: Path) -> None:
+    cancelled = error("no_turn", "the turn of session s1 ended first (cancelled)", ending="cancelled")
+    script: Script = [event("content", text="So far"), Until("cancel"), CANCELLED]
+    with scripted_loopd(short_dir / "s", script) as loopd:
+        loopd.answers["steer"] = [[Until("cancel"), cancelled]]
+        loopd.answers["cancel"] = [[CANCEL_DONE]]
+        with terminal(short_dir / "s", *QUIET, environ=PLAIN_SIZE) as screen:
+            begin(screen)
+            screen.read_until("So far")
+            screen.type("rather this\n")
+            assert loopd.wait_for("steer", 1)
+            screen.type("/cancel\n")
+            assert screen.read_until("> ") == (
+                "[the text above is withdrawn]\n[cancelled]\n[did not join, and is not sent: rather this]\n> "
+            )
+    assert len(loopd.requests) == 1
+
+
+def test_a_line_and_then_ctrl_d_is_said_before_the_chat_ends(short_dir: Path) -> None:
+    script: Script = [event("content", text="So far"), Wait(), done("So far")]
+    with scripted_loopd(short_dir / "s", script, [done("Bye.")]) as loopd:
+        loopd.answers["steer"] = [[Wait(), NO_TURN]]
+        with terminal(short_dir / "s", *QUIET, environ=PLAIN_SIZE) as screen:
+            begin(screen)
+            screen.read_until("So far")
+            screen.type("two\n\x04")
+            assert loopd.wait_for("steer", 1)
+            loopd.go_on.set()
+            assert screen.read_to_end().endswith("sent as the next one: two]\nBye.\n")
+            assert screen.process.wait(LIMIT_S) == 0
+    assert [request["content"] for request in loopd.requests] == ["one", "two"]
+
+
 def test_a_loopd_that_knows_no_cancel_is_left(short_dir: Path) -> None:
     with scripted_loopd(short_dir / "s", [event("content", text="So far"), Hang()]) as loopd:
         loopd.answers["cancel"] = [[error("bad_request", "unknown kind")]]

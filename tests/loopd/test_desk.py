@@ -180,6 +180,33 @@ async def test_a_place_is_not_given_to_who_has_left(tmp_path: Path, autojump_clo
             assert room.users() == ["one", "three"]
 
 
+@pytest.mark.parametrize("first", ["the place", "the hang-up"])
+async def test_a_place_and_the_hang_up_of_who_waits_for_it_in_both_orders(
+    tmp_path: Path, autojump_clock: MockClock, first: str
+) -> None:
+    """Who is handed the place and cancelled before it runs hands it on, and those who ask are told an ending."""
+    scripts: list[Any] = [[Send(HALF), Hang()], answer("three")]
+    async with scripted_server(*scripts) as server, running_daemon(tmp_path, server.url) as daemon:
+        async with trio.open_nursery() as nursery:
+            room = Room(daemon, nursery)
+            await room.turn("one", resume=False)
+            await room.turn("two", "wait")
+            three = await room.turn("three", "wait")
+            line = daemon.service._desk._lines[S]
+            one, two = line.has_it, line.waiting[0]
+            if first == "the hang-up":
+                two.stop.cancel("disconnect")
+            one.stop.cancel("owner")
+            while line.has_it is one:
+                await trio.lowlevel.checkpoint()
+            assert (line.has_it is two) == (first == "the place")
+            two.stop.cancel("disconnect")
+            await wait_all_tasks_blocked()
+            assert two.ending == ("cancelled" if first == "the place" else "")
+            assert isinstance(three.final, TurnDone)
+            assert room.users() == ["one", "three"]
+
+
 # -- cancel --------------------------------------------------------------------------------------
 
 
