@@ -21,7 +21,6 @@ from boxmaker.inference.client import Client
 from boxmaker.inference.facts import ServerFacts
 from boxmaker.inference.request import fixed_fields
 from boxmaker.log import log_to_stderr
-from boxmaker.loopd.desk import Emit
 from boxmaker.loopd.home import lock_home, prepare_home
 from boxmaker.loopd.serve import MIB, _accept, _stop_signals, now
 from boxmaker.loopd.turns import TurnService
@@ -30,6 +29,7 @@ from boxmaker.session.disk import ThreadDisk
 from boxmaker.session.store import Store
 from boxmaker.tools.fake import FakeTools, fake_registry
 from boxmaker.turn import Runtime
+from boxmaker.turn.runtime import Emit
 
 
 class ManySlots(TurnService):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager, suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
@@ -331,9 +332,9 @@ async def sweep(
 RunTurn = Callable[[Session, Runtime, str, Emit], Awaitable[Any]]
 
 
-async def cancel_run_turn(step: int, directory: Path, run_turn: RunTurn = run_turn) -> bool:
-    """Cancel `run_turn` itself at one step; True when it was over before."""
-    port = ScriptedPort([public("noon"), public("hi")])
+async def cancel_run_turn(step: int, directory: Path, run_turn: RunTurn = run_turn, pool: bool = False) -> bool:
+    """Cancel `run_turn` itself at one step; True when it was over before. `pool`: its tools run side by side."""
+    port = ScriptedPort([public("noon"), public("hi")], beside=lambda _: pool)
     async with standing_daemon(directory, *SWEPT, port=port) as (server, daemon):
         service = TurnService(daemon.rt, daemon.store)
         new = NewSession(slot=0, baseline=service._baseline)
@@ -389,6 +390,12 @@ async def hang_up_at(step: int, directory: Path) -> bool:
 
 async def test_a_cancel_of_run_turn_at_every_step(tmp_path: Path, autojump_clock: MockClock) -> None:
     await sweep(cancel_run_turn, tmp_path, at_least=20)
+
+
+async def test_a_cancel_of_run_turn_at_every_step_with_a_pool_of_tools(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    await sweep(partial(cancel_run_turn, pool=True), tmp_path, at_least=20)
 
 
 async def test_a_hang_up_at_every_step_of_the_connection(tmp_path: Path, autojump_clock: MockClock) -> None:

@@ -103,8 +103,13 @@ class ScriptedLoopd:
             thread.join(LIMIT_S)
             assert not thread.is_alive()
 
-    def _was_asked(self, wanted: str) -> bool:
-        return any(kind == wanted for kind, _ in self.asked)
+    def _was_asked(self, wanted: str, times: int = 1) -> bool:
+        return sum(kind == wanted for kind, _ in self.asked) >= times
+
+    def wait_for(self, kind: str, times: int) -> bool:
+        """Wait until that many requests of a kind have come."""
+        with self._news:
+            return self._news.wait_for(partial(self._was_asked, kind, times), LIMIT_S)
 
     def _serve(self, connection: socket.socket) -> None:
         with connection:

@@ -232,12 +232,15 @@ class Chat:
             self.resume = True
             self.view.cancelled(live.already_done(), None)
             raise
-        self.late += live.late
+        if not live.stopped:  # after a cancel the owner is to say them again
+            self.late += live.late
         self.quit = self.quit or live.quit
         if live.stopped and not isinstance(answer, TurnDone):
             self.resume = True
             if answer is None or answer.code == ErrorCode.CANCELLED:
                 self.view.cancelled(live.already_done(), live.final)
+            for text in live.late:
+                self.view.status(f"did not join, and is not sent: {text}")
             if live.by_signal:
                 raise KeyboardInterrupt
             return False
@@ -371,7 +374,7 @@ def _lines(chat: Chat, *, prompt: bool) -> int:
     """A turn a line, until EOF or /quit. A person at a terminal has seen each error: that ends with 0."""
     interactive = chat.typed is not None
     failed = False
-    while not chat.quit:
+    while chat.late or not chat.quit:
         if chat.late:
             line = chat.late.pop(0)
             chat.view.status(f"the turn had ended; sent as the next one: {line}")

@@ -224,6 +224,9 @@ class LiveTurn:
                 self._unjoined[number] = text
             elif isinstance(answer, WireError):
                 self.screen.error(answer.code.value, f"{answer.message}; the line was not sent")
+        except trio.Cancelled:  # we hang up: what has not joined yet does not any more
+            self._unjoined[number] = text
+            raise
         except OSError as exc:
             self._fail(exc)
         except BoxmakerError as exc:

@@ -100,7 +100,8 @@ class Client:
         self._now_s = now_s
         self._gates: dict[int, SlotGate] = {}
         self._looks = True
-        self._idle_s: dict[int, float] = {}
+        self._look_number = 0
+        self._idle_at: dict[int, int] = {}
         self._http = _Http(config)
 
     async def __aenter__(self) -> Client:
@@ -148,7 +149,7 @@ class Client:
         """
         if not self._looks:
             return Look(state="idle")
-        began_s = trio.current_time()
+        self._look_number = number = self._look_number + 1
         answer = None
         try:
             with trio.move_on_after(LOOK_S):
@@ -162,7 +163,7 @@ class Client:
                 if isinstance(entry, dict) and entry.get("id") == slot and type(entry.get("is_processing")) is bool:
                     if entry["is_processing"]:
                         return Look(state="busy")
-                    self._idle_s[slot] = began_s
+                    self._idle_at[slot] = number
                     return Look(state="idle")
         elif answer.status not in NO_SLOTS_STATUSES:
             return Look(state="failed", error=answer.error())
@@ -170,9 +171,14 @@ class Client:
         log_event("slot_check_off", slot=slot, status=answer.status)
         return Look(state="idle")
 
-    def seen_idle_s(self, slot: int) -> float:
-        """When the last look that found the slot free was begun, on Trio's clock; -inf when there was none."""
-        return self._idle_s.get(slot, -math.inf)
+    @property
+    def looks_begun(self) -> int:
+        """How many looks were begun so far."""
+        return self._look_number
+
+    def was_idle(self, slot: int, since: int) -> bool:
+        """Has a look found the slot free that was begun after the first `since` looks?"""
+        return self._idle_at.get(slot, 0) > since
 
     def look_again(self) -> None:
         """Another server may have `/slots` where the one before had none."""

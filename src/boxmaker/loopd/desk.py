@@ -9,7 +9,7 @@ Laws:
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import trio
@@ -17,12 +17,11 @@ from attrs import define, field
 
 from boxmaker.channel.stop import Stop
 from boxmaker.errors import SessionBusy, SessionExists, WireableError
-from boxmaker.proto.channel import SessionStatus, TurnEvent, WhenBusy
+from boxmaker.proto.channel import SessionStatus, WhenBusy
 from boxmaker.proto.chat import Queued
 from boxmaker.proto.ids import SessionId
+from boxmaker.turn.runtime import Emit
 from boxmaker.turn.steering import TurnControl
-
-Emit = Callable[[Sequence[TurnEvent]], Awaitable[None]]
 
 
 @define(eq=False)
@@ -87,8 +86,6 @@ class Desk:
             place.ending = "internal"
             raise
         finally:
-            if not place.ending:
-                place.ending = "shutting_down" if place.stop.cause == "shutdown" else "cancelled"
             self._give_back(place)
 
     async def _take(self, place: Place, resume: bool, when_busy: WhenBusy, emit: Emit | None) -> None:
@@ -102,7 +99,8 @@ class Desk:
         if live and when_busy == "refuse":
             raise SessionBusy(session=place.session)
         if when_busy == "replace":
-            line.has_it.stop.cancel("replaced")
+            if line.has_it.control is not None:  # a fork takes no time
+                line.has_it.stop.cancel("replaced")
             line.waiting.insert(0, place)
         else:
             line.waiting.append(place)
@@ -138,6 +136,8 @@ class Desk:
             self._tell_all(line)
         else:
             del self._lines[place.session]
+        if not place.ending:
+            place.ending = "shutting_down" if place.stop.cause == "shutdown" else "cancelled"
         if place.control is not None:
             place.control.steering.close()
         place.over.set()

@@ -17,7 +17,7 @@ from boxmaker.channel.stop import Stop
 from boxmaker.errors import InferenceError, NoSuchSession, NoTurn
 from boxmaker.inference.client import LOOK_S
 from boxmaker.inference.retry import is_loading
-from boxmaker.loopd.desk import Desk, Emit, Place
+from boxmaker.loopd.desk import Desk, Place
 from boxmaker.proto.channel import (
     Cancel,
     CancelDone,
@@ -38,7 +38,7 @@ from boxmaker.proto.ids import SessionId
 from boxmaker.session.baseline import Baseline, assemble_baseline
 from boxmaker.session.store import NewSession, Store
 from boxmaker.turn.loop import CLEANUP_S, run_turn
-from boxmaker.turn.runtime import Runtime
+from boxmaker.turn.runtime import Emit, Runtime
 from boxmaker.turn.steering import TurnControl
 
 SLOT_FREE_S = 5.0
@@ -130,9 +130,9 @@ class TurnService:
         A turn of ours that is let through has seen the slot free.
         """
         client, slot = self._rt.client, self._rt.config.slots.main
-        left_s = trio.current_time()
+        since = client.looks_begun
         with trio.move_on_after(SLOT_FREE_S):
-            while client.seen_idle_s(slot) < left_s:
+            while not client.was_idle(slot, since):
                 look = await client.look(slot)
                 if look.state == "failed":
                     return True
