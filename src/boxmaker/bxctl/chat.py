@@ -71,6 +71,12 @@ class View(Protocol):
     def error(self, code: str, message: str) -> None:
         """Something failed on this side."""
 
+    def refused(self, frame: Frame, outcome: str) -> None:
+        """loopd did not do what was asked for beside the turn; `outcome` says what that means."""
+
+    def done(self, frame: Frame, text: str) -> None:
+        """loopd did it; `text` says so to a person."""
+
     def status(self, text: str) -> None:
         """Something about the conversation, in words."""
 
@@ -109,6 +115,19 @@ class JsonView:
         self._out.flush()
         self._line(code, message)
 
+    def refused(self, frame: Frame, outcome: str) -> None:
+        """Print the body, and lines on stderr."""
+        self.frame(frame)
+        self.pause()
+        if outcome:
+            self.status(outcome)
+
+    def done(self, frame: Frame, text: str) -> None:
+        """Print the body, and a line on stderr."""
+        self.frame(frame)
+        self.pause()
+        self.status(text)
+
     def _line(self, code: str, message: str) -> None:
         print(f"bxctl: {code}: {one_visible_line(message)}", file=self._err, flush=True)
 
@@ -137,10 +156,6 @@ class HumanView:
         self.status = renderer.status
         self.typed = renderer.typed
 
-    def cancelled(self, already_done: str, _: Frame | None) -> None:
-        """Say so."""
-        self._renderer.cancelled(already_done)
-
     def frame(self, frame: Frame) -> None:
         """Show the frame, if it is of a kind that we know."""
         if frame.answer is not None:
@@ -149,34 +164,36 @@ class HumanView:
     def pause(self) -> None:
         """Nothing is held back."""
 
+    def refused(self, frame: Frame, outcome: str) -> None:
+        """Say what loopd said; the turn that runs goes on."""
+        if isinstance(frame.answer, WireError):
+            message = frame.answer.message
+            self.error(frame.answer.code.value, f"{message}; {outcome}" if outcome else message)
 
-class SayView:
-    """`--say`: the answer at the end; lines about the turn on stderr."""
-
-    def __init__(self, renderer: Renderer, out: TextIO) -> None:
-        self._renderer = renderer
-        self._out = out
-        self.begin = renderer.begin
-        self.error = renderer.error
-        self.status = renderer.status
-        self.typed = renderer.typed
+    def done(self, _: Frame, text: str) -> None:
+        """Say so."""
+        self.status(text)
 
     def cancelled(self, already_done: str, _: Frame | None) -> None:
         """Say so."""
         self._renderer.cancelled(already_done)
 
+
+class SayView(HumanView):
+    """`--say`: the answer at the end; lines about the turn on stderr."""
+
+    def __init__(self, renderer: Renderer, out: TextIO) -> None:
+        super().__init__(renderer)
+        self._out = out
+
     def frame(self, frame: Frame) -> None:
         """Print the answer when it is there; content before that is no answer yet, or comes again in it."""
-        answer = frame.answer
-        if isinstance(answer, TurnDone):
-            self._renderer.tell_unanswered(answer.content, answer.usage)
-            self._out.write(visible(answer.content) + "\n")
+        if isinstance(frame.answer, TurnDone):
+            self._renderer.tell_unanswered(frame.answer.content, frame.answer.usage)
+            self._out.write(visible(frame.answer.content) + "\n")
             self._out.flush()
-        elif answer is not None and not isinstance(answer, Content):
-            self._renderer.show(answer)
-
-    def pause(self) -> None:
-        """Nothing is held back but the answer."""
+        elif not isinstance(frame.answer, Content):
+            super().frame(frame)
 
 
 @define
@@ -217,9 +234,11 @@ class Chat:
             if isinstance(answer, WireError) and answer.code == ErrorCode.NO_SUCH_SESSION and self.resume:
                 print(f"new session {self.session}", file=self.err, flush=True)
                 self.resume = False
-                live = self._live(content, False)
+                first, live = live, self._live(content, False)
                 _run(live)
                 answer = live.answer()
+                live.late[:0] = first.late
+                live.quit = live.quit or first.quit
         except ValueRefused as exc:  # text that loopd would refuse: it was not sent
             self.view.error(ErrorCode.BAD_REQUEST.value, str(exc))
             return False
@@ -259,7 +278,12 @@ class Chat:
                 self.view.frame(frame)
 
         screen = Screen(
-            frame=frame, status=self.view.status, error=self.view.error, pause=self.view.pause, typed=self.view.typed
+            frame=frame,
+            status=self.view.status,
+            error=self.view.error,
+            refused=self.view.refused,
+            pause=self.view.pause,
+            typed=self.view.typed,
         )
         return LiveTurn(self.socket, turn, screen, self.reader_gone, self.typed, self.decode)
 
@@ -277,9 +301,10 @@ class Chat:
 
     def cancel(self) -> None:
         """`/cancel` at the prompt: end a turn that another client has begun."""
-        answer = self._ask(Cancel(session=self.session, cause="owner"))
-        if isinstance(answer, CancelDone):
-            self.view.status("no turn runs" if answer.ending == "idle" else f"the turn ended: {answer.ending}")
+        frame = self._ask(Cancel(session=self.session, cause="owner"))
+        if frame is not None and isinstance(frame.answer, CancelDone):
+            ending = frame.answer.ending
+            self.view.done(frame, "no turn runs" if ending == "idle" else f"the turn ended: {ending}")
 
     def fork(self, at: str) -> None:
         """`/fork`, `/fork N`: go on in a new session that holds this one up to its answer N."""
@@ -287,21 +312,21 @@ class Chat:
             self.view.error("bad_request", "/fork takes the number of an answer, from 1")
             return
         new = new_session_id()
-        answer = self._ask(Fork(session=self.session, from_=int(at) if at else None, new=new))
-        if isinstance(answer, ForkDone):
-            self.view.status(f"forked {self.session} at answer {answer.from_}")
+        frame = self._ask(Fork(session=self.session, from_=int(at) if at else None, new=new))
+        if frame is not None and isinstance(frame.answer, ForkDone):
+            self.view.done(frame, f"forked {self.session} at answer {frame.answer.from_}")
             self.session, self.resume = new, True
             print(f"session {new}", file=self.err, flush=True)
 
-    def _ask(self, request: Cancel | Fork) -> object:
+    def _ask(self, request: Cancel | Fork) -> Frame | None:
         try:
-            answer = trio.run(ask, self.socket, request)
+            frame = trio.run(ask, self.socket, request)
         except BoxmakerError as exc:
             self.view.error(exc.code, str(exc))
             return None
-        if isinstance(answer, WireError):
-            self.view.error(answer.code.value, answer.message)
-        return answer
+        if isinstance(frame.answer, WireError):
+            self.view.refused(frame, "")
+        return frame
 
 
 def _run(live: LiveTurn) -> None:

@@ -12,7 +12,6 @@ import trio
 from boxmaker.bxctl.render import one_visible_line
 from boxmaker.channel.client import ask
 from boxmaker.proto.channel import CancelDone, ForkDone, Request, StatusDone, WireError
-from boxmaker.proto.frames import LENGTH_BYTES, encode_answer
 
 
 def run_request(socket: Path, request: Request, out: TextIO, err: TextIO, *, as_json: bool = False) -> int:
@@ -21,13 +20,13 @@ def run_request(socket: Path, request: Request, out: TextIO, err: TextIO, *, as_
     Raises:
         BoxmakerError: no daemon answers. OSError: our output cannot be written.
     """
-    answer = trio.run(ask, socket, request)
+    frame = trio.run(ask, socket, request)
+    answer = frame.answer
     if isinstance(answer, WireError):
         print(f"bxctl: {answer.code.value}: {one_visible_line(answer.message)}", file=err, flush=True)
         return 1
     if as_json:
-        body = json.loads(encode_answer(answer)[LENGTH_BYTES:])["body"]
-        out.write(json.dumps(body, separators=(",", ":")) + "\n")
+        out.write(json.dumps(frame.body, separators=(",", ":")) + "\n")
     else:
         out.writelines(f"{one_visible_line(line)}\n" for line in lines_of(answer))
     out.flush()

@@ -3,7 +3,8 @@
 Laws:
 * A line typed at a terminal joins the turn that runs; one that comes too late is given back as a turn of its own.
 * The first Ctrl-C asks loopd to end the turn and waits for its last word; the second one, or silence, hangs up.
-* A turn that waits in line is left, never cancelled: the cancel would hit the turn of somebody else.
+* Until loopd has said that the turn has begun (its first event but `queued`), the session may be somebody else's: what is
+  typed waits, and Ctrl-C leaves. A steer or a cancel would hit the turn of somebody else.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import errno
 import os
 import signal
 import threading
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,6 +49,8 @@ class Screen:
     frame: Callable[[Frame], None]
     status: Callable[[str], None]
     error: Callable[[str, str], None]
+    refused: Callable[[Frame, str], None]
+    """loopd did not take a line; the text says what became of it."""
     pause: Callable[[], None]
     """Nothing more is here just now: what is held back must be seen."""
     typed: Callable[[], None]
@@ -100,9 +104,12 @@ class LiveTurn:
     """Tools that have a result."""
     running: list[str] = field(factory=list)
     """Tools that were started and have none."""
-    _in_line: bool = False
+    _begun: trio.Event = field(factory=trio.Event)
     _scope: trio.CancelScope = field(factory=trio.CancelScope)
+    _unsent: deque[int] = field(factory=deque)
+    _typed_more: trio.Event = field(factory=trio.Event)
     _unjoined: dict[int, str] = field(factory=dict)
+    """Lines by their number, until it is known what became of them."""
     _failure: BoxmakerError | OSError | None = None
 
     async def run(self) -> None:
@@ -114,12 +121,12 @@ class LiveTurn:
 
         Cancellation: safe at any point; loopd cancels the turn.
         """
-        self._in_line = self.turn.when_busy != "refuse"
         async with trio.open_nursery() as texts, trio.open_nursery() as listening:
             if threading.current_thread() is threading.main_thread():
                 listening.start_soon(self._on_ctrl_c, listening)
             if self.typed is not None:
-                listening.start_soon(self._read, self.typed, texts, listening)
+                listening.start_soon(self._read, self.typed, listening)
+                listening.start_soon(self._say, texts)
             try:
                 with self._scope:
                     async with open_turn(self.socket, self.turn) as channel:
@@ -147,7 +154,8 @@ class LiveTurn:
         return self.stopped and isinstance(frame.answer, WireError) and frame.answer.code == ErrorCode.CANCELLED
 
     def _note(self, frame: Frame) -> None:
-        self._in_line = isinstance(frame.answer, Queued)
+        if not frame.final and not isinstance(frame.answer, Queued):
+            self._begun.set()
         if isinstance(frame.answer, ToolCallStarted):
             self.running.append(frame.answer.name)
         elif isinstance(frame.answer, ToolResult) and self.running:
@@ -171,8 +179,8 @@ class LiveTurn:
                 self._stop(listening)
 
     def _stop(self, listening: trio.Nursery) -> None:
-        """Ask for the end of the turn; the second time, and where it only waits in line, leave."""
-        if self.stopped or self._in_line:
+        """Ask for the end of the turn; the second time, and before it has begun, leave."""
+        if self.stopped or not self._begun.is_set():
             self._scope.cancel()
         else:
             self._scope.deadline = trio.current_time() + CANCEL_WAIT_S
@@ -181,14 +189,14 @@ class LiveTurn:
 
     async def _cancel(self) -> None:
         try:
-            answer = await ask(self.socket, Cancel(session=self.turn.session, cause="owner"))
+            answer = (await ask(self.socket, Cancel(session=self.turn.session, cause="owner"))).answer
         except BoxmakerError:
             self._scope.cancel()
         else:
             if isinstance(answer, WireError):  # a loopd that knows no cancel: leaving is one
                 self._scope.cancel()
 
-    async def _read(self, typed: Typed, texts: trio.Nursery, listening: trio.Nursery) -> None:
+    async def _read(self, typed: Typed, listening: trio.Nursery) -> None:
         """Take what is typed. Cancelled by: the end of the turn."""
         try:
             number = 0
@@ -203,33 +211,47 @@ class LiveTurn:
                 elif word.split()[:1] == ["/fork"]:
                     self.screen.status("a turn runs: /fork when it has ended, or after /cancel")
                 elif text is not None and word:
-                    await texts.start(self._steer, number, text)
+                    self._unjoined[number] = text
+                    self._unsent.append(number)
+                    self._typed_more.set()
             self.quit = True
         except OSError as exc:
             self._fail(exc)
+
+    async def _say(self, texts: trio.Nursery) -> None:
+        """Send what was typed, in order, once the turn has begun. Cancelled by: the end of the turn."""
+        await self._begun.wait()
+        while True:
+            while self._unsent:
+                await texts.start(self._steer, self._unsent.popleft())
+            self._typed_more = trio.Event()
+            await self._typed_more.wait()
 
     def _fail(self, exc: OSError) -> None:
         self._failure = exc
         self._scope.cancel()
 
-    async def _steer(self, number: int, text: str, task_status: trio.TaskStatus[None]) -> None:
-        """Say a text to the turn; it is told as an event of the turn when it joins. Cancelled by: `run`."""
+    async def _steer(self, number: int, task_status: trio.TaskStatus[None]) -> None:
+        """Say a line to the turn; it is told as an event of the turn when it joins. Cancelled by: `run`.
+
+        One that is cancelled has not joined: we hang up on it.
+        """
         sent = False
+        text = self._unjoined[number]
         try:
             async with open_turn(self.socket, Steer(session=self.turn.session, content=text)) as channel:
                 sent = True
                 task_status.started()
-                answer = (await channel.receive()).answer
-            if isinstance(answer, WireError) and answer.code == ErrorCode.NO_TURN:
-                self._unjoined[number] = text
-            elif isinstance(answer, WireError):
-                self.screen.error(answer.code.value, f"{answer.message}; the line was not sent")
-        except trio.Cancelled:  # we hang up: what has not joined yet does not any more
-            self._unjoined[number] = text
-            raise
+                frame = await channel.receive()
+            if not isinstance(frame.answer, WireError):
+                del self._unjoined[number]
+            elif frame.answer.code not in (ErrorCode.NO_TURN, ErrorCode.NO_SUCH_SESSION):
+                del self._unjoined[number]
+                self.screen.refused(frame, "the line was not sent")
         except OSError as exc:
             self._fail(exc)
         except BoxmakerError as exc:
+            del self._unjoined[number]
             code = ErrorCode.BAD_REQUEST.value if isinstance(exc, ValueRefused) else exc.code
             self.screen.error(
                 code, f"{exc}; {'whether the line has joined is not known' if sent else 'it was not sent'}"

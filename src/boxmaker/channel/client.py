@@ -16,7 +16,7 @@ from attrs import frozen
 
 from boxmaker.channel.peer import peer_uid
 from boxmaker.errors import ChannelClosed, NobodyListens
-from boxmaker.proto.channel import SOCKET_PATH_MAX_BYTES, Final, Request, WireError
+from boxmaker.proto.channel import SOCKET_PATH_MAX_BYTES, Request
 from boxmaker.proto.chat import Content
 from boxmaker.proto.codec import JsonObject
 from boxmaker.proto.frames import (
@@ -100,8 +100,8 @@ async def open_turn(path: Path, wanted: Request) -> AsyncIterator[TurnChannel]:
         await trio.aclose_forcefully(stream)
 
 
-async def ask(path: Path, wanted: Request) -> Final | WireError:
-    """Send one request, and wait for its final answer; events are dropped.
+async def ask(path: Path, wanted: Request) -> Frame:
+    """Send one request, and give its final frame; events are dropped.
 
     Raises:
         NobodyListens: no daemon behind the path. ChannelClosed, BadFrame, BadRequest, UnsupportedVersion: as `receive`.
@@ -110,9 +110,9 @@ async def ask(path: Path, wanted: Request) -> Final | WireError:
     """
     async with open_turn(path, wanted) as channel:
         while True:
-            answer = (await channel.receive()).answer
-            if isinstance(answer, Final | WireError):
-                return answer
+            frame = await channel.receive()
+            if frame.final:
+                return frame
 
 
 async def _connect(path: Path) -> trio.SocketStream:

@@ -163,6 +163,8 @@ class Connection:
                     result = wire_error(exc)
                 except Exception as exc:  # the connection boundary: a fault of ours ends this turn alone
                     result = _of_fault(exc)
+        except Exception as exc:  # one that came in a group with the cancel, which the scope has taken out
+            result = _of_fault(exc)
         finally:
             running.discard(self._stop)
             self._closing._check_idle()

@@ -220,6 +220,7 @@ class Client:
             await hold.take(on_ahead)
             try:
                 await self._until_idle(request.slot, emit, first_look)
+                hold.on_use()
                 return await self.chat(request, emit)
             except InferenceError as error:
                 first_look = None

@@ -91,11 +91,12 @@ class SlotGate:
 
 
 class SlotHold:
-    """One turn's place at the gate: held, or given back for a while."""
+    """One turn's place at the gate: held, or given back for a while; `on_use` is told of each request to the slot."""
 
     def __init__(self, gate: SlotGate) -> None:
         self._gate = gate
         self.held = False
+        self.on_use: Callable[[], None] = lambda: None
 
     def take_nowait(self) -> bool:
         """Take the gate if it is free at once."""

@@ -76,7 +76,6 @@ class Desk:
         Cancellation: safe at any point; the place in the line is given up.
         """
         await self._take(place, resume, when_busy, emit)
-        place.began_s = trio.current_time()
         try:
             yield
         except WireableError as exc:
@@ -91,6 +90,7 @@ class Desk:
     async def _take(self, place: Place, resume: bool, when_busy: WhenBusy, emit: Emit | None) -> None:
         line = self._lines.get(place.session)
         if line is None:
+            place.began_s = trio.current_time()
             self._lines[place.session] = _Line(place)
             return
         live = not all(other.stop.gone() for other in (line.has_it, *line.waiting))
@@ -132,6 +132,7 @@ class Desk:
             line.waiting.pop(0)  # its own task finds out that it has left
         if line.waiting:
             line.has_it = line.waiting.pop(0)
+            line.has_it.began_s = trio.current_time()
             line.has_it.tell()
             self._tell_all(line)
         else:

@@ -122,7 +122,9 @@ class TurnService:
         place.stop.cancel(cancel.cause)
         await place.over.wait()
         cause = place.stop.cause if place.ending in CANCELLED_ENDINGS else None
-        return CancelDone(ending=place.ending, cause=cause, slot_free=await self._slot_is_free())
+        # A turn that was never let through has nothing to leave: whoever is in the slot is there by right.
+        free = place.control is None or not place.control.used_slot or await self._slot_is_free()
+        return CancelDone(ending=place.ending, cause=cause, slot_free=free)
 
     async def _slot_is_free(self) -> bool:
         """Does the server stop showing our slot as busy within SLOT_FREE_S? True as well where it cannot be asked.

@@ -218,7 +218,6 @@ class Store:
 
     async def _create(self, session: SessionId, new: NewSession) -> None:
         started = self._now()
-        self._take_kept(session)  # of one that was removed; its inode number may be used again
 
         def create() -> None:
             if os.path.lexists(self.directory / session):
@@ -228,6 +227,7 @@ class Store:
             self._place(session, raw, encode_line(start))
 
         await self._disk.run(create)
+        self._take_kept(session)  # of one that was removed; its inode number may be used again
 
     def _place(self, session: SessionId, baseline: bytes, log: bytes) -> None:
         directory = self.directory / session
@@ -249,7 +249,6 @@ class Store:
         Cancellation: checked on entry only; a creation that has begun is finished.
         """
         started = self._now()
-        self._kept.pop(new, None)
 
         def fork() -> int:
             fd = open_locked(self.directory, session)
@@ -265,7 +264,9 @@ class Store:
                 os.close(fd)
             return cut.at
 
-        return await self._disk.run(fork)
+        at = await self._disk.run(fork)
+        self._take_kept(new)  # of one that was removed
+        return at
 
     async def _open(self, session: SessionId, alternate: bool) -> tuple[int, _Known]:
         """Open, lock, and read what is not known yet."""

@@ -154,8 +154,14 @@ class Calls:
         with trio.CancelScope() if call_s is None else trio.move_on_after(call_s):
             try:
                 response = await self._rt.port.call(request)
-            except Exception:  # the tool boundary: whatever a port does, the call gets a result
+            except (
+                Exception,
+                BaseExceptionGroup,
+            ) as exc:  # the tool boundary: whatever a port does, the call gets a result
+                cancelled = _cancel_in(exc)
                 log_exception("tool_port_failed", session=request.session, call=request.call)
+                if cancelled is not None:  # what fails while it is cancelled is cancelled
+                    raise cancelled from None
                 response = Failed(message="an error inside the tool port; the daemon's log has it")
         match response:
             case Result():
@@ -211,20 +217,38 @@ class Calls:
     async def make_good(self) -> None:
         """Give results to the calls that a killed daemon, or a fault of ours, has left open in the turn before.
 
-        The first was perhaps running, and with it those that may run beside it; any other has not begun.
+        The first was perhaps running, and with it those that may run beside it; any other has not begun. What is ours to
+        answer is answered: no tool has run for it.
         """
         calls = list(self._session.state.open_calls)
-        running = 0
+        texts: list[str] = []
+        begun = True
         for number, call in enumerate(calls, start=self._session.state.next_call):
             request = self._request(call, number)
-            beside = isinstance(request, str) or self._runs_beside(request)
-            if beside or not running:
-                running += 1
-            if not beside:
-                break
-        texts = [endings.KILLED if place < running else endings.STOPPED for place in range(len(calls))]
+            if begun and isinstance(request, str):
+                texts.append(request)
+                begun = len(texts) > 1  # the first open one would have its result before the next begins
+            elif begun and not isinstance(request, str) and self._runs_beside(request):
+                texts.append(endings.KILLED)
+            else:
+                texts.append(endings.KILLED if not texts else endings.STOPPED)
+                begun = False
         self._open = deque(_Open(call, result=_ours(text)) for call, text in zip(calls, texts, strict=True))
         await self._write_settled()
+
+
+def _cancel_in(exc: BaseException) -> BaseException | None:
+    """The cancel that came out of a port's nursery together with its faults, if one did.
+
+    Raises:
+        BaseExceptionGroup: there is something else in it that ends the process.
+    """
+    if not isinstance(exc, BaseExceptionGroup):
+        return None
+    cancelled, rest = exc.split(trio.Cancelled)
+    if rest is not None and not isinstance(rest, ExceptionGroup):
+        raise exc
+    return cancelled
 
 
 def _ours(text: str) -> Result:

@@ -101,6 +101,7 @@ class _Turn:
         self._control = control
         self._slot = rt.config.slots.main
         self.hold = rt.client.hold(self._slot)
+        self.hold.on_use = self._slot_used
         self.calls = Calls(session, rt, emit)
 
     async def run(self, content: str) -> TurnOutcome:
@@ -163,7 +164,7 @@ class _Turn:
 
     async def _complete(self, look: Look | None) -> Completion:
         """Get one completion, and append it with its usage."""
-        self._control.phase = "model"
+        self._control.phase = "waiting"
         before = self._session.state.last_figures
         request = ChatRequest(slot=self._slot, body=self._session.request_body())
         try:
@@ -205,9 +206,15 @@ class _Turn:
             await self._emit(events)
         return completion
 
+    def _slot_used(self) -> None:
+        """A request leaves for the server."""
+        self._control.phase = "model"
+        self._control.used_slot = True
+
     async def _emit_chat(self, events: Sequence[ChatEvent]) -> None:
         """Pieces of calls are dropped: the channel is told of whole calls."""
-        self._control.phase = "waiting" if events and isinstance(events[-1], Queued | Waiting | Retrying) else "model"
+        if events and isinstance(events[-1], Queued | Waiting | Retrying):
+            self._control.phase = "waiting"
         await self._emit([event for event in events if not isinstance(event, ToolCallDelta)])
 
 

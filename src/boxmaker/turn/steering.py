@@ -79,3 +79,5 @@ class TurnControl:
     """Why it was cancelled, if it was."""
     steering: Steering = field(factory=Steering)
     phase: Phase = "starting"
+    used_slot: bool = False
+    """A request of the turn has gone to the server."""
