@@ -12,7 +12,9 @@ from attrs import define, field
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from boxmaker.channel.client import TurnChannel
+from boxmaker.channel.stop import Stop
 from boxmaker.errors import ChannelClosed
+from boxmaker.loopd.desk import Desk, Place
 from boxmaker.proto import channel
 from boxmaker.proto.channel import CancelDone, ForkDone, Request, StatusDone, TurnDone, WhenBusy, WireError
 from boxmaker.proto.chat import Queued
@@ -32,6 +34,8 @@ from boxmaker.testing.server import (
     reply,
     scripted_server,
 )
+from boxmaker.turn.runtime import Emit
+from boxmaker.turn.steering import TurnControl
 
 S = SessionId("s")
 HALF = STREAM_HEAD + delta(content="So ")
@@ -205,6 +209,38 @@ async def test_a_place_and_the_hang_up_of_who_waits_for_it_in_both_orders(
             assert two.ending == ("cancelled" if first == "the place" else "")
             assert isinstance(three.final, TurnDone)
             assert room.users() == ["one", "three"]
+
+
+async def test_who_is_cancelled_while_it_is_told_its_place_hands_it_on(autojump_clock: MockClock) -> None:
+    """Its channel is slow: it is handed the session in the middle of being told that one is ahead."""
+    desk = Desk()
+    one, two, three = (Place(session=S, stop=Stop(), control=TurnControl()) for _ in range(3))
+
+    async def have(place: Place, emit: Emit) -> None:
+        with place.stop.scope:
+            async with desk.place(place, resume=True, when_busy="wait", emit=emit):
+                await trio.sleep_forever()
+
+    async def slow(_: object) -> None:
+        await trio.sleep_forever()
+
+    async def quick(_: object) -> None:
+        await trio.lowlevel.checkpoint()
+
+    async with trio.open_nursery() as nursery:
+        for place, emit in ((one, quick), (two, slow), (three, quick)):
+            nursery.start_soon(have, place, emit)
+            await wait_all_tasks_blocked()
+        one.stop.cancel("owner")
+        await wait_all_tasks_blocked()
+        assert desk.turn(S) is two
+        two.stop.cancel("disconnect")
+        await wait_all_tasks_blocked()
+        assert desk.turn(S) is three
+        assert (two.ending, two.over.is_set()) == ("cancelled", True)
+        three.stop.cancel("owner")
+    assert desk.turn(S) is None
+    assert desk.status() == ()
 
 
 # -- cancel --------------------------------------------------------------------------------------

@@ -3,8 +3,8 @@
 Laws:
 * A line typed at a terminal joins the turn that runs; one that comes too late is given back as a turn of its own.
 * The first Ctrl-C asks loopd to end the turn and waits for its last word; the second one, or silence, hangs up.
-* Until loopd has said that the turn has begun (its first event but `queued`), the session may be somebody else's: what is
-  typed waits, and Ctrl-C leaves. A steer or a cancel would hit the turn of somebody else.
+* Until loopd has said that the turn has begun (its first event but `queued`), the session may be somebody else's: what
+  is typed waits, and Ctrl-C leaves. A steer or a cancel would hit the turn of somebody else.
 """
 
 from __future__ import annotations

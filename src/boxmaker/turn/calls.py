@@ -217,23 +217,18 @@ class Calls:
     async def make_good(self) -> None:
         """Give results to the calls that a killed daemon, or a fault of ours, has left open in the turn before.
 
-        The first was perhaps running, and with it those that may run beside it; any other has not begun. What is ours to
-        answer is answered: no tool has run for it.
+        The first was perhaps running, and with it those tools that may run beside it; any other call has not begun.
         """
         calls = list(self._session.state.open_calls)
-        texts: list[str] = []
-        begun = True
-        for number, call in enumerate(calls, start=self._session.state.next_call):
-            request = self._request(call, number)
-            if begun and isinstance(request, str):
-                texts.append(request)
-                begun = len(texts) > 1  # the first open one would have its result before the next begins
-            elif begun and not isinstance(request, str) and self._runs_beside(request):
-                texts.append(endings.KILLED)
-            else:
-                texts.append(endings.KILLED if not texts else endings.STOPPED)
-                begun = False
-        self._open = deque(_Open(call, result=_ours(text)) for call, text in zip(calls, texts, strict=True))
+        opened = deque(_Open(call) for call in calls)
+        pool = True
+        for number, one in enumerate(opened, start=self._session.state.next_call):
+            request = self._request(one.call, number)
+            beside = isinstance(request, ToolRequest) and self._runs_beside(request)
+            first = one is opened[0]
+            one.result = _ours(endings.KILLED if first or (pool and beside) else endings.STOPPED)
+            pool = pool and (beside or (isinstance(request, str) and not first))
+        self._open = opened
         await self._write_settled()
 
 
