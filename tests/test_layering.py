@@ -9,14 +9,14 @@ SOURCE = Path(__file__).parents[1] / "src"
 
 ORDER = [
     "errors", "log", "proto.codec", "proto.ids", "proto.time", "proto.arguments", "proto.chat",
-    "proto.records", "proto.tools", "proto.channel", "proto.frames", "config", "inference.sse",
-    "inference.completion", "inference.request", "inference.retry", "inference.cache", "inference.slots",
-    "inference.client", "inference.facts", "session.baseline", "session.replay", "session.disk",
-    "session.fork", "session.store", "session.logs",
+    "proto.records", "proto.ledger", "proto.tools", "proto.channel", "proto.frames", "config", "inference.sse",
+    "inference.completion", "inference.request", "inference.retry", "inference.cache", "inference.cause",
+    "inference.slots", "inference.client", "inference.facts", "session.baseline", "session.replay", "session.disk",
+    "session.fork", "session.ledger", "session.store", "session.logs",
     "tools.port", "tools.registry", "tools.endings", "tools.dispatch", "tools.fake",
     "turn.runtime", "turn.steering", "turn.calls", "turn.loop", "channel.stop", "channel.server",
-    "channel.client", "demo.server", "demo.run", "loopd.home", "loopd.selftest", "loopd.desk", "loopd.turns",
-    "loopd.serve", "loopd.cli",
+    "channel.client", "demo.server", "demo.run", "loopd.home", "loopd.selftest", "loopd.causes", "loopd.desk",
+    "loopd.turns", "loopd.serve", "loopd.cli",
     "loopd.__main__", "bxctl.output", "bxctl.render", "bxctl.live",
     "bxctl.chat", "bxctl.control", "bxctl.logs", "bxctl.cli", "bxctl.__main__",
     "testing.server", "testing.port", "testing.daemon", "testing.forced",
@@ -95,9 +95,9 @@ def test_a_foreign_thing_is_imported_by_the_module_that_wraps_it() -> None:
 
 def test_pure_modules_have_no_clock_no_randomness_and_no_event_loop() -> None:
     pure = [
-        "proto.codec", "proto.ids", "proto.time", "proto.arguments", "proto.chat", "proto.records", "proto.tools",
-        "proto.channel", "proto.frames", "inference.sse", "inference.completion", "inference.request",
-        "inference.retry", "inference.cache", "session.replay", "session.fork", "tools.registry",
+        "proto.codec", "proto.ids", "proto.time", "proto.arguments", "proto.chat", "proto.records", "proto.ledger",
+        "proto.tools", "proto.channel", "proto.frames", "inference.sse", "inference.completion", "inference.request",
+        "inference.retry", "inference.cache", "inference.cause", "session.replay", "session.fork", "tools.registry",
         "tools.endings", "tools.dispatch", "verify.judge",
     ]  # fmt: skip
     forbidden = {"trio", "time", "random", "secrets", "os", "socket", "logging", "boxmaker.log", "log"}

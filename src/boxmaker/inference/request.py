@@ -32,10 +32,11 @@ UNNAMED = "unnamed"
 
 @frozen(kw_only=True)
 class ChatRequest:
-    """One completion to ask for: the slot that it is pinned to, and the bytes to send."""
+    """One completion to ask for: the slot that it is pinned to, the bytes to send, and whose it is."""
 
     slot: int
     body: bytes
+    session: str = ""
 
 
 def chat_template_kwargs(config: Config) -> dict[str, Any]:

@@ -98,6 +98,7 @@ async def run_selftest(config: Config, client: Client, registry: Registry) -> Re
         if props is None:
             return report
         report.facts.model = props.get("model_alias") if isinstance(props.get("model_alias"), str) else None
+        report.facts.saw_props(props)
         n_ctx = await _check_slot(report, config, client, props)
         await _check_template(report, config, client, registry)
         if baseline is not None:

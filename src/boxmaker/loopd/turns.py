@@ -17,6 +17,7 @@ from boxmaker.channel.stop import Stop
 from boxmaker.errors import InferenceError, NoSuchSession, NoTurn
 from boxmaker.inference.client import LOOK_S
 from boxmaker.inference.retry import is_loading
+from boxmaker.loopd.causes import CauseFinder
 from boxmaker.loopd.desk import Desk, Place
 from boxmaker.proto.channel import (
     Cancel,
@@ -50,9 +51,10 @@ CANCELLED_ENDINGS = frozenset({"cancelled", "shutting_down"})
 class TurnService:
     """Answers the requests of all connections; holds what they share."""
 
-    def __init__(self, rt: Runtime, store: Store) -> None:
+    def __init__(self, rt: Runtime, store: Store, causes: CauseFinder) -> None:
         self._rt = rt
         self._store = store
+        self._causes = causes
         self._desk = Desk()
 
     async def run(self, request: Request, emit: Emit, stop: Stop) -> Final:
@@ -81,11 +83,15 @@ class TurnService:
         place = Place(session=turn.session, stop=stop, control=control)
         new = NewSession(slot=rt.config.slots.main, baseline=self._baseline)
         async with self._desk.place(place, resume=turn.resume, when_busy=turn.when_busy, emit=emit):
+            self._causes.turn_arrives()
             await rt.facts.refresh(rt.client, rt.config, rt.registry.core_schemas())
-            async with self._store.turn(
-                turn.session, resume=turn.resume, new=new, alternate=rt.facts.alternate, gone=stop.gone
-            ) as session:
-                outcome = await run_turn(session, rt, turn.content, emit, control)
+            try:
+                async with self._store.turn(
+                    turn.session, resume=turn.resume, new=new, alternate=rt.facts.alternate, gone=stop.gone
+                ) as session:
+                    outcome = await run_turn(session, rt, turn.content, emit, control)
+            finally:
+                self._causes.turn_over(turn.session, control.spent)
             place.ending = "turn_done"
         return TurnDone(content=outcome.content, usage=outcome.usage)
 

@@ -159,7 +159,7 @@ class Store:
         now: Callable[[], Timestamp],
     ) -> None:
         self.directory = home / "sessions"
-        self._disk = disk
+        self.disk = disk
         self._memory_bytes = memory_bytes
         self._fixed = fixed
         self._now = now
@@ -192,7 +192,7 @@ class Store:
                 await self._create(session, new)
             fd, known = await self._open(session, alternate)
             try:
-                yield Session(session, self._log(session), fd, self._disk, known)
+                yield Session(session, self._log(session), fd, self.disk, known)
             finally:
                 os.close(fd)  # and with it goes the flock
                 self._keep(session, known)
@@ -224,7 +224,7 @@ class Store:
             start = SessionStart(time=started, session=session, epoch=0, slot=new.slot, baseline=baseline_hash(raw))
             self._place(session, raw, encode_line(start))
 
-        await self._disk.run(create)
+        await self.disk.run(create)
 
     def _place(self, session: SessionId, baseline: bytes, log: bytes) -> None:
         directory = self.directory / session
@@ -262,7 +262,7 @@ class Store:
                 os.close(fd)
             return cut.at
 
-        return await self._disk.run(fork)
+        return await self.disk.run(fork)
 
     async def _open(self, session: SessionId, alternate: bool) -> tuple[int, _Known]:
         """Open, lock, and read what is not known yet."""
@@ -292,7 +292,7 @@ class Store:
                 os.close(fd)
                 raise
 
-        return await self._disk.run(open_log)
+        return await self.disk.run(open_log)
 
     def _sync_names(self, session: SessionId) -> None:
         """Make the log's name durable: a repair may have put the log there and been killed before it synced."""

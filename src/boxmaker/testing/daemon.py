@@ -19,6 +19,7 @@ from boxmaker.config import Config, load_config
 from boxmaker.inference.client import Client
 from boxmaker.inference.facts import ServerFacts
 from boxmaker.inference.request import fixed_fields
+from boxmaker.loopd.causes import CauseFinder
 from boxmaker.loopd.home import prepare_home
 from boxmaker.loopd.serve import MIB
 from boxmaker.loopd.turns import TurnService
@@ -61,6 +62,7 @@ class Daemon:
     rt: Runtime
     nursery: trio.Nursery
     service: TurnService
+    causes: CauseFinder
     closing: Closing = field(factory=Closing)
 
     async def connect(self, *, send_buffer_bytes: int | None = None) -> trio.SocketStream:
@@ -162,5 +164,7 @@ async def running_daemon(
             now=now,
         )
         async with trio.open_nursery() as nursery:
-            yield Daemon(config, client, store, rt, nursery, TurnService(rt, store))
+            causes = CauseFinder(client, rt.facts, store.disk, store.directory)
+            nursery.start_soon(causes.run)
+            yield Daemon(config, client, store, rt, nursery, TurnService(rt, store, causes), causes)
             nursery.cancel_scope.cancel()
