@@ -18,7 +18,7 @@ ORDER = [
     "channel.client", "demo.server", "demo.run", "loopd.home", "loopd.selftest", "loopd.causes", "loopd.desk",
     "loopd.turns", "loopd.serve", "loopd.cli",
     "loopd.__main__", "bxctl.output", "bxctl.render", "bxctl.live",
-    "bxctl.chat", "bxctl.control", "bxctl.logs", "bxctl.cli", "bxctl.__main__",
+    "bxctl.chat", "bxctl.control", "bxctl.logs", "bxctl.cache", "bxctl.cli", "bxctl.__main__",
     "testing.server", "testing.port", "testing.daemon", "testing.forced",
     "verify.judge", "verify.programs", "verify.device", "verify.demo", "verify.cli", "verify.__main__",
 ]  # fmt: skip
@@ -113,6 +113,7 @@ def test_the_client_command_knows_neither_sessions_nor_the_server() -> None:
         "bxctl.chat",
         "bxctl.control",
         "bxctl.logs",
+        "bxctl.cache",
         "bxctl.cli",
         "channel.client",
         "channel.stop",
@@ -121,7 +122,7 @@ def test_the_client_command_knows_neither_sessions_nor_the_server() -> None:
             package = imported.partition(".")[0]
             assert package not in {"inference", "tools", "turn", "loopd"}, name
             # cli imports it inside the commands that read logs, and nowhere else
-            assert package != "session" or name in {"bxctl.logs", "bxctl.cli"}, name
+            assert package != "session" or name in {"bxctl.logs", "bxctl.cache", "bxctl.cli"}, name
 
 
 def test_the_order_check_finds_an_import_that_goes_up(tmp_path: Path) -> None:

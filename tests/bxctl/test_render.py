@@ -197,7 +197,7 @@ LINES = [
     (ToolResult(name="clock", class_="public", truncated=True), "[result of clock: truncated]"),
     (ToolResult(name="clock", class_="secret", truncated=True), "[result of clock: secret, truncated]"),
     (ThinkingCapped(tokens=4096), "[thinking capped after 4096 tokens]"),
-    (CacheLoss(expected=100, got=30), "[lost 70 cached tokens: 30 of 100 were left]"),
+    (CacheLoss(expected=100, got=30), "[lost 70 cached tokens (bxctl why)]"),
     (Cut(reason="length"), "[the reply was cut at its length limit]"),
     (Cut(reason="thinking_cap"), "[the reply was cut at the thinking cap]"),
     (RETRY, "[retrying (try 2, in 1.5 s): refused]"),

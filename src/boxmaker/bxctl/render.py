@@ -117,7 +117,7 @@ class Renderer:
             case ThinkingCapped(tokens=tokens):
                 self.status(f"thinking capped after {tokens} tokens")
             case CacheLoss(expected=expected, got=got):
-                self.status(f"lost {expected - got} cached tokens: {got} of {expected} were left")
+                self.status(f"lost {expected - got:,} cached tokens (bxctl why)")
             case Cut(reason=reason):
                 why = "its length limit" if reason == "length" else "the thinking cap"
                 self.status(f"the reply was cut at {why}")
