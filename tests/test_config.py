@@ -78,6 +78,7 @@ def test_every_key_but_the_url_has_the_default_of_the_design(tmp_path: Path) -> 
     assert config.channel.grace_s == 10
     assert config.paths.home == Path("/var/lib/boxmaker")
     assert config.session.memory_mib == 64
+    assert config.session.warn_at == 0.8
     assert config.loop.tool_iterations == 8
     assert config.loop.repeat_detection is True
     assert config.loop.tool_result_cap == 16_384
@@ -132,7 +133,8 @@ PATHS = [
     ("baseline", "system"),
 ]
 SLOTS = [("slots", "main")]
-ALL_KEYS = [("server", "url"), *SECONDS, *COUNTS, *SIZES, *FLAGS, *PATHS, *SLOTS]
+SHARES = [("session", "warn_at")]
+ALL_KEYS = [("server", "url"), *SECONDS, *COUNTS, *SIZES, *FLAGS, *PATHS, *SLOTS, *SHARES]
 
 NOT_A_NUMBER = [
     ("true", "True"),
@@ -152,6 +154,21 @@ def test_a_time_is_a_number_over_zero(tmp_path: Path, table: str, key: str, valu
     assert problems(tmp_path, with_key(table, key, value)) == [
         f"[{table}] {key}: found {shown}, allowed is a number > 0"
     ]
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [*NOT_A_NUMBER, ("0", "0"), ("-1", "-1"), ("1.01", "1.01"), ("2", "2"), ("nan", "nan"), ("inf", "inf")],
+)
+def test_a_share_is_a_number_up_to_one(tmp_path: Path, value: str, shown: str) -> None:
+    assert problems(tmp_path, with_key("session", "warn_at", value)) == [
+        f"[session] warn_at: found {shown}, allowed is a number > 0 and ≤ 1"
+    ]
+
+
+@pytest.mark.parametrize(("value", "share"), [("1", 1), ("0.001", 0.001), ("1.0", 1.0)])
+def test_a_share_is_taken(tmp_path: Path, value: str, share: float) -> None:
+    assert load(tmp_path, with_key("session", "warn_at", value)).session.warn_at == share
 
 
 @pytest.mark.parametrize(("table", "key"), SECONDS)

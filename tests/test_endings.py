@@ -442,6 +442,7 @@ said(
     calls=[public("noon"), public("one")],
 )
 said("an empty answer", reply(None, reasoning="Hm."))
+said("an answer with little room left", reply("Noon.", cache_n=0, prompt_n=3272, predicted_n=5))
 said("an answer cut at its length", reply("Half an ans", finish_reason="length"))
 said(
     "thinking over the cap",

@@ -110,6 +110,12 @@ def _seconds(value: object) -> float:
     return value
 
 
+def _share(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise _Bad("a number > 0 and ≤ 1")
+    return value
+
+
 def _at_least(minimum: int, what: str) -> Check:
     def check(value: object) -> int:
         if type(value) is not int or value < minimum:
@@ -254,9 +260,10 @@ class Paths:
 
 @frozen(kw_only=True)
 class Session:
-    """What is kept in memory between turns."""
+    """What is kept in memory between turns, and at which share of the context its end is told."""
 
     memory_mib: int = _key(64, _count)
+    warn_at: float = _key(0.8, _share)
 
 
 @frozen(kw_only=True)

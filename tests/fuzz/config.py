@@ -39,6 +39,10 @@ def number(value: Any) -> Verdict:
     return type(value) in (int, float) and 0 < value <= LARGEST
 
 
+def share(value: Any) -> Verdict:
+    return type(value) in (int, float) and 0 < value <= 1
+
+
 def flag(value: Any) -> Verdict:
     return type(value) is bool
 
@@ -81,7 +85,7 @@ TABLE: dict[str, dict[str, Callable[[Any], Verdict]]] = {
         "socket": path, "request_s": number, "write_timeout_s": number, "max_frame": size, "grace_s": number,
     },
     "paths": {"home": path},
-    "session": {"memory_mib": count},
+    "session": {"memory_mib": count, "warn_at": share},
     "loop": {
         "tool_iterations": count, "repeat_detection": flag, "tool_result_cap": size, "parallel_tools": count,
         "turn_s": number,

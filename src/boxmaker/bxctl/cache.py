@@ -12,12 +12,11 @@ from pathlib import Path
 from attrs import asdict, frozen
 
 from boxmaker.bxctl.render import one_visible_line
-from boxmaker.errors import StorageError
 from boxmaker.proto.ids import SessionId
 from boxmaker.proto.ledger import CACHE_LINE, REMEDY, CacheLine
 from boxmaker.proto.records import LogRecord
 from boxmaker.session.ledger import completions_of, read_lines
-from boxmaker.session.logs import Finding, lines_of, read_log, session_ids
+from boxmaker.session.logs import Finding, lines_of, read_log
 from boxmaker.session.store import LOG_NAME
 
 BAR_COLUMNS = 24
@@ -37,23 +36,6 @@ class Totals:
     least: int
     ratio: float | None
     prefill_ms: int | None
-
-
-def newest_session(sessions: Path) -> SessionId:
-    """The session whose log was written last.
-
-    Raises:
-        StorageError: there is none, or the directory cannot be read.
-    """
-    written: list[tuple[float, SessionId]] = []
-    for session in session_ids(sessions):
-        try:
-            written.append(((sessions / session / LOG_NAME).stat().st_mtime, session))
-        except OSError:
-            continue
-    if not written:
-        raise StorageError(action="find a session in", file=sessions, reason="there is none")
-    return max(written)[1]
 
 
 def read_completions(sessions: Path, session: SessionId) -> list[CacheLine]:

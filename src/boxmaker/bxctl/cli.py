@@ -241,7 +241,8 @@ def log(session: str, home: Path | None, as_json: bool, follow: bool) -> None:
 @_home_option
 def why(session: str | None, home: Path | None) -> None:
     """Say why the last cached tokens were lost, what that cost, and what to do; of the newest session without an ID."""
-    from boxmaker.bxctl.cache import newest_session, read_completions, why_lines
+    from boxmaker.bxctl.cache import read_completions, why_lines
+    from boxmaker.session.logs import newest_session
 
     directory = (home or default_home()) / "sessions"
     with Ending():
@@ -257,7 +258,8 @@ def why(session: str | None, home: Path | None) -> None:
 @click.option("--json", "as_json", is_flag=True, help="A line of JSON a completion, and a last one with the totals.")
 def cache(session: str | None, home: Path | None, as_json: bool) -> None:
     """Show what each completion took from the cache, read and lost; of the newest session without an ID."""
-    from boxmaker.bxctl.cache import cache_json, cache_table, newest_session, read_completions
+    from boxmaker.bxctl.cache import cache_json, cache_table, read_completions
+    from boxmaker.session.logs import newest_session
 
     directory = (home or default_home()) / "sessions"
     with Ending():

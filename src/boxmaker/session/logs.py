@@ -89,6 +89,23 @@ def session_ids(sessions: Path) -> list[SessionId]:
     return found
 
 
+def newest_session(sessions: Path) -> SessionId:
+    """The session whose log was written last.
+
+    Raises:
+        StorageError: there is none, or the directory cannot be read.
+    """
+    written: list[tuple[float, SessionId]] = []
+    for session in session_ids(sessions):
+        try:
+            written.append(((sessions / session / LOG_NAME).stat().st_mtime, session))
+        except OSError:
+            continue
+    if not written:
+        raise StorageError(action="find a session in", file=sessions, reason="there is none")
+    return max(written)[1]
+
+
 def read_log(sessions: Path, session: SessionId) -> bytes:
     """The bytes of a log.
 

@@ -26,7 +26,7 @@ class OutOfOrder(Exception):
 class LogState:
     """Where a session stands after the records so far; `apply` takes the next.
 
-    `open_calls` are calls without a result, in the model's order.
+    `open_calls` are calls without a result, in the model's order; `answers` counts the completions without calls.
     """
 
     session: SessionId
@@ -34,6 +34,7 @@ class LogState:
     open_calls: list[ToolCall] = field(factory=list)
     next_call: int = 0
     completions: int = 0
+    answers: int = 0
     _last_usage: Usage | None = None
     _awaits_usage: bool = False
 
@@ -62,6 +63,7 @@ class LogState:
             self.open_calls = list(record.tool_calls)  # type: ignore[union-attr]  # the same
             self._last_usage = None
             self.completions += 1
+            self.answers += not self.open_calls
         elif kind is User:
             self._no_open_calls("user")
         elif isinstance(record, ToolResult):

@@ -19,6 +19,7 @@ from attrs import frozen
 
 from boxmaker.errors import InferenceError, InternalError, SessionFull, StorageError, TurnLimit
 from boxmaker.inference.cache import Loss, TokenFigures, Unknown, cache_outcome, expected_tokens
+from boxmaker.inference.cause import SlotSeen
 from boxmaker.inference.client import Look
 from boxmaker.inference.completion import Completion
 from boxmaker.inference.request import ChatRequest
@@ -102,6 +103,7 @@ class _Turn:
         self._slot = rt.config.slots.main
         self.hold = rt.client.hold(self._slot)
         self.calls = Calls(session, rt, emit)
+        self._told_context = False
 
     async def run(self, content: str) -> TurnOutcome:
         if self._session.state.open_calls:
@@ -170,7 +172,8 @@ class _Turn:
             completion = await self._rt.client.chat_with_retry(request, self.hold, self._emit_chat, look)
         except InferenceError as exc:
             if is_context_full(exc):
-                raise SessionFull(message=exc.message) from exc
+                fork = self._session.id if self._session.state.answers else None
+                raise SessionFull(message=exc.message, fork=fork) from exc
             raise
         evidence = self._rt.client.record.completed(self._slot, self._session.id)
         self._rt.facts.saw_model(completion.model)
@@ -222,9 +225,20 @@ class _Turn:
                 body=request.body if lost else None,
             )
         )
+        events += self._context(figures, evidence.seen)
         if events:
             await self._emit(events)
         return completion
+
+    def _context(self, figures: Figures, seen: SlotSeen | None) -> list[TurnEvent]:
+        """Say once a turn that the slot is nearly full; by the server's own figures, or not at all."""
+        n_ctx = seen.n_ctx if seen is not None and seen.n_ctx else self._rt.facts.n_ctx
+        counts = (figures.cache_n, figures.prompt_n, figures.predicted_n)
+        used = sum(n for n in counts if n is not None)
+        if self._told_context or n_ctx is None or None in counts or used < self._rt.config.session.warn_at * n_ctx:
+            return []
+        self._told_context = True
+        return [channel.Context(used=used, n_ctx=n_ctx)]
 
     async def _emit_chat(self, events: Sequence[ChatEvent]) -> None:
         """Pieces of calls are dropped: the channel is told of whole calls."""
