@@ -33,6 +33,7 @@ OWN = {
     "inference.request": "inference/test_request.py",
     "inference.retry": "inference/test_retry.py",
     "inference.sse": "inference/test_sse.py",
+    "loopd.pins": "loopd/test_pins.py",
     "proto.arguments": "proto/test_arguments.py",
     "proto.channel": "proto/test_channel.py",
     "proto.chat": "proto/test_chat.py",

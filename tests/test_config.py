@@ -157,6 +157,34 @@ def test_a_time_is_a_number_over_zero(tmp_path: Path, table: str, key: str, valu
 
 
 @pytest.mark.parametrize(
+    ("value", "listed", "text"),
+    [("0", (0,), "slot 0"), ("3", (3,), "slot 3"), ("[1]", (1,), "slot 1"), ("[2, 0, 1]", (2, 0, 1), "slots 2, 0, 1")],
+)
+def test_our_slots_are_one_or_a_list(tmp_path: Path, value: str, listed: tuple[int, ...], text: str) -> None:
+    slots = load(tmp_path, with_key("slots", "main", value)).slots
+    assert slots.listed == listed
+    assert str(slots) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "shown", "allowed"),
+    [
+        *((value, shown, "an integer ≥ 0") for value, shown in NOT_A_NUMBER if value != "[5]"),
+        *((value, value, "an integer ≥ 0") for value in ("0.0", "-1", "-7")),
+        *(
+            (value, value, "an integer ≥ 0, or a list of different ones")
+            for value in ("[]", "[0, 0]", "[0, -1]", "[1.0]", "[[1]]")
+        ),
+        ("[0, true]", "[0, True]", "an integer ≥ 0, or a list of different ones"),
+    ],
+)
+def test_what_names_no_slots_is_refused(tmp_path: Path, value: str, shown: str, allowed: str) -> None:
+    assert problems(tmp_path, with_key("slots", "main", value)) == [
+        f"[slots] main: found {shown}, allowed is {allowed}"
+    ]
+
+
+@pytest.mark.parametrize(
     ("value", "shown"),
     [*NOT_A_NUMBER, ("0", "0"), ("-1", "-1"), ("1.01", "1.01"), ("2", "2"), ("nan", "nan"), ("inf", "inf")],
 )
@@ -181,7 +209,6 @@ def test_a_time_may_be_a_fraction(tmp_path: Path, table: str, key: str) -> None:
     ("keys", "least", "allowed"),
     [
         (COUNTS, 1, "an integer ≥ 1"),
-        (SLOTS, 0, "an integer ≥ 0"),
         (SIZES, 256, "an integer number of bytes ≥ 256"),
     ],
 )

@@ -165,7 +165,7 @@ class Service(TurnService):
     """The daemon's turns; with `time_passes`, the clock jumps from deadline to deadline while one runs."""
 
     def __init__(self, daemon: Daemon, clock: MockClock | None) -> None:
-        super().__init__(daemon.rt, daemon.store, daemon.causes)
+        super().__init__(daemon.rt, daemon.store, daemon.causes, daemon.pins)
         self._clock = clock
 
     async def run(self, request: Request, emit: Emit, stop: Stop) -> Final:

@@ -16,7 +16,7 @@ ORDER = [
     "tools.port", "tools.registry", "tools.endings", "tools.dispatch", "tools.fake",
     "turn.runtime", "turn.steering", "turn.calls", "turn.loop", "channel.stop", "channel.server",
     "channel.client", "demo.server", "demo.run", "loopd.home", "loopd.selftest", "loopd.causes", "loopd.desk",
-    "loopd.turns", "loopd.serve", "loopd.cli",
+    "loopd.pins", "loopd.turns", "loopd.serve", "loopd.cli",
     "loopd.__main__", "bxctl.output", "bxctl.render", "bxctl.live",
     "bxctl.chat", "bxctl.control", "bxctl.logs", "bxctl.cache", "bxctl.cli", "bxctl.__main__",
     "testing.server", "testing.port", "testing.daemon", "testing.forced",
@@ -98,7 +98,7 @@ def test_pure_modules_have_no_clock_no_randomness_and_no_event_loop() -> None:
         "proto.codec", "proto.ids", "proto.time", "proto.arguments", "proto.chat", "proto.records", "proto.ledger",
         "proto.tools", "proto.channel", "proto.frames", "inference.sse", "inference.completion", "inference.request",
         "inference.retry", "inference.cache", "inference.cause", "session.replay", "session.fork", "tools.registry",
-        "tools.endings", "tools.dispatch", "verify.judge",
+        "tools.endings", "tools.dispatch", "loopd.pins", "verify.judge",
     ]  # fmt: skip
     forbidden = {"trio", "time", "random", "secrets", "os", "socket", "logging", "boxmaker.log", "log"}
     wrong = {name: imports(modules()[name]) & forbidden for name in pure}

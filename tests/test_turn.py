@@ -862,7 +862,7 @@ async def hang_up(daemon: Daemon, server: ScriptedServer, stream: trio.SocketStr
             await wait_all_tasks_blocked()
         for request in server.completions:
             await request.closed.wait()
-    hold = daemon.client.hold(daemon.config.slots.main)
+    hold = daemon.client.hold(daemon.config.slots.listed[0])
     assert hold.take_nowait(), "the gate is free"
     hold.give_back()
 

@@ -132,6 +132,18 @@ _slot = _at_least(0, "an integer")
 _size = _at_least(MIN_SIZE_BYTES, "an integer number of bytes")
 
 
+def _slots(value: object) -> int | tuple[int, ...]:
+    if type(value) is not list:
+        return int(_slot(value))
+    try:
+        slots = tuple(int(_slot(one)) for one in value)
+    except _Bad:
+        slots = ()
+    if not slots or len(set(slots)) < len(slots):
+        raise _Bad("an integer ≥ 0, or a list of different ones")
+    return slots
+
+
 def _flag(value: object) -> bool:
     if type(value) is not bool:
         raise _Bad("true or false")
@@ -199,9 +211,18 @@ class Server:
 
 @frozen(kw_only=True)
 class Slots:
-    """Which slots of the server are ours."""
+    """Which slots of the server are ours: `main` as it was written, one or several."""
 
-    main: int = _key(0, _slot)
+    main: int | tuple[int, ...] = _key(0, _slots)
+
+    @property
+    def listed(self) -> tuple[int, ...]:
+        """The slots, in the order in which new sessions take them."""
+        return self.main if isinstance(self.main, tuple) else (self.main,)
+
+    def __str__(self) -> str:
+        plural = "s" if len(self.listed) > 1 else ""
+        return f"slot{plural} {', '.join(map(str, self.listed))}"
 
 
 @frozen(kw_only=True)

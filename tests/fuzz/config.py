@@ -43,6 +43,13 @@ def share(value: Any) -> Verdict:
     return type(value) in (int, float) and 0 < value <= 1
 
 
+def slots(value: Any) -> Verdict:
+    one = integer(0)
+    if type(value) is not list:
+        return one(value)
+    return bool(value) and all(map(one, value)) and len(set(value)) == len(value)
+
+
 def flag(value: Any) -> Verdict:
     return type(value) is bool
 
@@ -76,7 +83,7 @@ def url(value: Any) -> Verdict:
 count, size = integer(1), integer(256)
 TABLE: dict[str, dict[str, Callable[[Any], Verdict]]] = {
     "server": {"url": url, "api_key_file": path},
-    "slots": {"main": integer(0)},
+    "slots": {"main": slots},
     "thinking": {"enabled": flag, "cap": count},
     "retry": {"attempts": count, "base_ms": number, "cap_ms": number, "loading_s": number},
     "timeouts": {"connect_s": number, "busy_s": number, "prefill_s": number, "stall_s": number},
@@ -264,7 +271,7 @@ def check_config(config: Config, document: dict[str, Any], directory: Path) -> N
     assert config.request == document.get("request", {})
     body = RequestEncoder(tools=(), fixed=fixed_fields(config), alternate=False).body()
     sent = json.loads(body, parse_constant=lambda name: 1 / 0)
-    assert sent["id_slot"] == config.slots.main
+    assert sent["id_slot"] == config.slots.listed[0]
     assert sent["stream"] is True
     assert sent["chat_template_kwargs"]["enable_thinking"] is config.thinking.enabled
     if config.server.url.startswith("unix:"):

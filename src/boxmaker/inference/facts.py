@@ -176,7 +176,7 @@ class ServerFacts:
         client.look_again()
         if props.status == 200:
             self.saw_props(props.value)
-        _log_limits(props, config.slots.main)
+        _log_limits(props, max(config.slots.listed))
         if alternate != self.alternate:
             log_event("alternate_changed", alternate=alternate)
             self.alternate = alternate

@@ -29,10 +29,12 @@ from boxmaker.inference.request import fixed_fields
 from boxmaker.log import log_event
 from boxmaker.loopd.causes import CauseFinder
 from boxmaker.loopd.home import bound_socket, inherited_socket, lock_home, notify_systemd, prepare_home
+from boxmaker.loopd.pins import Pins
 from boxmaker.loopd.selftest import Report, run_selftest
 from boxmaker.loopd.turns import TurnService
 from boxmaker.proto.time import Timestamp, timestamp
 from boxmaker.session.disk import Disk, ThreadDisk, sweep_new
+from boxmaker.session.logs import slots_in_use
 from boxmaker.session.store import Store
 from boxmaker.tools.fake import FakeTools, fake_registry
 from boxmaker.tools.registry import Registry
@@ -90,7 +92,8 @@ async def serve(config: Config, *, until_eof: bool = False, disk: Disk | None = 
             async with trio.open_nursery() as beside:
                 beside.start_soon(causes.run)
                 try:
-                    await _accept(config, TurnService(rt, store, causes), signals, until_eof)
+                    pins = Pins(config.slots.listed, slots_in_use(store.directory))
+                    await _accept(config, TurnService(rt, store, causes, pins), signals, until_eof)
                 finally:
                     causes.close()
                     beside.cancel_scope.deadline = trio.current_time() + AFTER_TURNS_S

@@ -83,10 +83,11 @@ class NewSession:
 
 
 class Session:
-    """A session that one turn has: append records, ask for the request body."""
+    """A session that one turn has, at the server's slot `slot`: append records, ask for the request body."""
 
-    def __init__(self, session: SessionId, file: Path, fd: int, disk: Disk, known: _Known) -> None:
+    def __init__(self, session: SessionId, file: Path, fd: int, disk: Disk, known: _Known, slot: int) -> None:
         self.id = session
+        self.slot = slot
         self._file = file
         self._fd = fd
         self._disk = disk
@@ -175,11 +176,13 @@ class Store:
         new: NewSession,
         alternate: bool,
         gone: Callable[[], bool] = lambda: False,
+        pin: Callable[[int], int] | None = None,
     ) -> AsyncIterator[Session]:
         """Have a session for one turn; it is free again when the block is left.
 
         `resume` says whether the session must exist, or must not: then it is created as `new` says.
-        `gone` tells others whether this turn's channel has left: they wait for such a turn.
+        `gone` tells others whether this turn's channel has left: they wait for such a turn. `pin` gives this turn's
+        slot, told the one that the session began on; without it that is the one in the fixed fields.
 
         Raises:
             SessionExists, NoSuchSession, SessionBusy, SessionDamaged, StorageError: nothing has changed.
@@ -192,7 +195,11 @@ class Store:
                 await self._create(session, new)
             fd, known = await self._open(session, alternate)
             try:
-                yield Session(session, self._log(session), fd, self.disk, known)
+                assert known.state.start is not None  # a log without it is refused
+                began_on = known.state.start.slot
+                slot = pin(began_on) if pin is not None else self._fixed.get("id_slot", began_on)
+                known.encoder.pin(slot)
+                yield Session(session, self._log(session), fd, self.disk, known, slot)
             finally:
                 os.close(fd)  # and with it goes the flock
                 self._keep(session, known)

@@ -100,7 +100,7 @@ class _Turn:
         self._rt = rt
         self._emit = emit
         self._control = control
-        self._slot = rt.config.slots.main
+        self._slot = session.slot
         self.hold = rt.client.hold(self._slot)
         self.calls = Calls(session, rt, emit)
         self._told_context = False
