@@ -121,7 +121,9 @@ NOT_KNOWN: list[tuple[LossFacts, Verdict | None]] = [
         Verdict(cause="evicted", detail={"session": None, "slot_before": 1}),
     ),
     # the slot holds what we left there: whatever else is known, the prompts must be compared
-    (loss(Evidence(seen=used(100), other="b", shows_use=True), before=known()), None),
+    (loss(Evidence(seen=used(100), shows_use=True, watched=True), before=known()), None),
+    # but not after another session: it may hold as many tokens
+    (loss(Evidence(seen=used(100), other="b", watched=True)), Verdict(cause="evicted", detail={"session": "b"})),
     # another session of ours
     (loss(Evidence(seen=used(55), other="b")), Verdict(cause="evicted", detail={"session": "b"})),
     (loss(Evidence(seen=UNUSED, shows_use=True, other="b")), Verdict(cause="evicted", detail={"session": "b"})),
@@ -168,6 +170,7 @@ def test_without_a_proof_the_cause_says_what_is_still_possible() -> None:
         assert not undisturbed(loss(evidence))
         assert unproven(loss(evidence), extension=True) == Verdict(cause="restarted_or_foreign")
         assert unproven(loss(evidence), extension=False) == Verdict(cause="restarted_or_foreign")
+    assert not undisturbed(loss(Evidence(seen=used(100), other="b")))
     assert unproven(loss(Evidence(tries=2)), extension=True) == Verdict(cause="unknown")
 
 

@@ -3,7 +3,8 @@
 Laws:
 * A cause is named only with its proof; without one it is `restarted_or_foreign` or `unknown`.
 * What is proven of the slot comes first: a slot that somebody else has emptied says nothing about the template.
-* A slot that still holds as many tokens as we left is undisturbed: then only template and `reread` are left.
+* A slot that still holds as many tokens as we left, and that no other session of ours had, is undisturbed: then only
+  `template` and `reread` are left.
 
 Source: design.md, "Where the tokens went"; `/slots` as measured (`../shared/llama-server.md`, 5 and 6).
 """
@@ -155,9 +156,12 @@ def changed(what: str, was: object, now: object) -> Verdict | None:
 
 
 def undisturbed(facts: LossFacts) -> bool:
-    """Did the slot hold as many tokens as we left there, just before the request?"""
+    """Did the slot hold as many tokens as we left there, just before the request?
+
+    After another session of ours that proves nothing: sessions of one kind grow alike, to the token (seen).
+    """
     seen = facts.evidence.seen
-    return seen is not None and seen.held == facts.expected
+    return facts.evidence.other is None and seen is not None and seen.held == facts.expected
 
 
 def proven(facts: LossFacts) -> Verdict | None:
@@ -170,11 +174,9 @@ def proven(facts: LossFacts) -> Verdict | None:
             return other
         if before.slot != now.slot:
             return Verdict(cause="evicted", detail={"session": None, "slot_before": before.slot})
-    if undisturbed(facts):
-        return None
     if evidence.other is not None:
         return Verdict(cause="evicted", detail={"session": evidence.other})
-    if seen is None:
+    if seen is None or undisturbed(facts):
         return None
     if evidence.shows_use and not seen.used:
         return Verdict(cause="restarted")
