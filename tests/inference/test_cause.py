@@ -231,6 +231,8 @@ def test_an_answer_that_is_rendered_otherwise_is_the_templates() -> None:
         # a date in the system message; the text that differs, not the message, tells
         ("<at 23:59 S><user>Hello<a>", "<at 00:00 S><user>Hello<a>", 1, "system", "23:59 S><", "00:00 S><"),
         ("<S><user>Hello<assistant>", "<S><user>HELLO<assistant>", 2, "user", "ello<", "ELLO<"),
+        # right behind a message's text the next one begins
+        ("<S><user>Hello<a>", "<S><user>Hello!<a>", 3, "assistant", "<a>", "!<a>"),
         # thinking off: the end of the prompt is not what stands in the history
         ("<S><user>Hello<a><think></think>", "<S><user>Hello<a>Hi there", 3, "assistant", "<think>", "Hi there"),
         ("<S><user>Hello<assistant>", "<S><user>Hel", 2, "user", "lo<assistant>", ""),

@@ -13,10 +13,12 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
+from boxmaker.inference.cause import Evidence
 from boxmaker.proto.channel import TurnDone
+from boxmaker.proto.ids import SessionId
 from boxmaker.proto.ledger import CacheLine
 from boxmaker.session.ledger import LEDGER_NAME, read_lines
-from boxmaker.testing.daemon import Daemon, running_daemon
+from boxmaker.testing.daemon import Daemon, fixed_now, running_daemon
 from boxmaker.testing.server import (
     STREAM_HEAD,
     Hang,
@@ -29,6 +31,7 @@ from boxmaker.testing.server import (
     reply,
     scripted_server,
 )
+from boxmaker.turn.runtime import Spent
 
 
 async def lines_of(daemon: Daemon, session: str = "a") -> list[CacheLine]:
@@ -320,3 +323,30 @@ async def test_a_turn_that_fails_has_lines_for_what_is_in_the_log(tmp_path: Path
         server.scripts += [reply(calls=[("c", "clock", "{}")]), error_response(400, "no")]
         await daemon.fail("a", "Hello", resume=False)
         assert [line.completion for line in await lines_of(daemon)] == [1]
+
+
+async def test_a_turn_that_arrives_before_the_search_has_begun_leaves_none(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    async with scripted_server(reply("Hi")) as server, running_daemon(tmp_path, server.url) as daemon:
+        await daemon.ask("a", "Hello", resume=False)
+        await wait_all_tasks_blocked(0.02)
+        spent = Spent(
+            time=fixed_now(),
+            completion=2,
+            slot=0,
+            cached=4,
+            read=20,
+            generated=5,
+            expected=14,
+            lost=10,
+            prefill_ms=None,
+            model=None,
+            evidence=Evidence(),
+            body=b'{"messages":[{"role":"user","content":"?"},{"role":"assistant","content":"Hi"}]}',
+        )
+        before = len(server.received)
+        daemon.causes.turn_over(SessionId("a"), [spent])
+        daemon.causes.turn_arrives()
+        assert [line.cause for line in await lines_of(daemon)] == [None, "restarted_or_foreign"]
+        assert asked_since(server, before) == []
