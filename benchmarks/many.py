@@ -1,10 +1,9 @@
 """Many turns at once: how many events a second go through, how late they are, and what one core can carry.
 
-One slot is all that `loopd serve` knows today, so this is the daemon of `many_daemon.py`: the product's connections,
-turns and store in one process, with a runtime for each slot. The replies begin together and come at the pace of a fast
-model, a piece each EVERY_US in each; an event is late by what lies between its write at the server and its arrival
-here. The daemon is one process with one loop, so it is full where CPU an event times events a second comes to one core.
-That product holds on a machine that others use too; what arrives in a second does not.
+`loopd serve` has a slot of the server for each turn (`[slots] main` is a list). The replies begin together and come at
+the pace of a fast model, a piece each EVERY_US in each; an event is late by what lies between its write at the server
+and its arrival here. The daemon is one process with one loop, so it is full where CPU an event times events a second
+comes to one core. That product holds on a machine that others use too; what arrives in a second does not.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from tests.loopd.daemon_process import open_files
 
 from benchmarks.bench import QUICK_ROUNDS, Row, ratios, row
 from benchmarks.client import READ_BYTES, open_turn, run_turn
-from benchmarks.processes import cpu_s, home, many_slots, raise_file_limit, stamp_server
+from benchmarks.processes import cpu_s, home, loopd, many_slots, raise_file_limit, stamp_server
 
 TURNS = (1, 10, 100, 500)
 QUICK_TURNS = (1, 10, 50)
@@ -146,7 +145,7 @@ def measure(counts: tuple[int, ...], most_pieces: int, rounds: int = ROUNDS) -> 
     raise_file_limit()
     found: dict[int, list[Measured]] = {count: [] for count in counts}
     with home(in_memory=True) as directory, stamp_server(max(counts)) as server:
-        with many_slots(directory, server.url, max(counts)) as daemon:
+        with loopd(directory, server.url, many_slots(max(counts))) as daemon:
             run_turn(daemon.socket, "warm", "bench:3:1000", resume=False)
             idle_files = open_files(daemon.process.pid)
             for number in range(rounds):

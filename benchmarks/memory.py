@@ -1,7 +1,7 @@
 """What `loopd` holds of memory: at rest, for each thing that it has, and after many turns.
 
 Resident memory (VmRSS) as the kernel counts it, taken in steps of many so that its pages of 4 KiB do not matter. Active
-turns run in the daemon of `many_daemon.py`; all else is `loopd serve`.
+turns have a slot each (`[slots] main` is a list).
 """
 
 from __future__ import annotations
@@ -133,14 +133,14 @@ def active_turns() -> Row:
     """Turns that have a slot each and whose replies have begun."""
     slots = STEP * STEPS + 1
     with home(in_memory=True) as directory, stamp_server(slots) as server:
-        with many_slots(directory, server.url, slots, PATIENT) as daemon, ExitStack() as held:
+        with loopd(directory, server.url, PATIENT + many_slots(slots)) as daemon, ExitStack() as held:
             for number in range(10):
                 run_turn(daemon.socket, f"warm{number}", "bench:3:1000", resume=False)
 
             def step(number: int) -> None:
                 _turns(daemon, held, number * STEP, b'#0;"')
 
-            return row("an active turn", "KiB", _steps(daemon, step, STEP), note="many_daemon.py: a slot for each turn")
+            return row("an active turn", "KiB", _steps(daemon, step, STEP), note="a slot for each turn")
 
 
 def kept_sessions() -> Row:

@@ -117,27 +117,19 @@ def stamp_server(slots: int = 2) -> Iterator[Server]:
 
 
 @contextmanager
-def loopd(directory: Path, url: str, text: str = "", *, instead: Sequence[str] = ()) -> Iterator[LoopdProcess]:
-    """Run a daemon in a directory until the block is left; `text` is more TOML.
-
-    `instead` stands for another command than `loopd serve`, which takes the configuration as its last argument and
-    says READY as it does.
-    """
+def loopd(directory: Path, url: str, text: str = "") -> Iterator[LoopdProcess]:
+    """Run a daemon in a directory until the block is left; `text` is more TOML."""
     config = write_config(directory, url, text)
     log = directory / "log"
-    command = [*instead, str(config)] if instead else serve_command(config)
-    with ready_socket(directory) as (ready, env), child(command, log=log, env=env) as process:
+    with ready_socket(directory) as (ready, env), child(serve_command(config), log=log, env=env) as process:
         wait_ready(ready, process, log)
         run = directory / "home"
         yield LoopdProcess(process=process, socket=run / "run" / "loop" / "loop.sock", sessions=run / "sessions")
 
 
-@contextmanager
-def many_slots(directory: Path, url: str, slots: int, text: str = "") -> Iterator[LoopdProcess]:
-    """Run the daemon of `many_daemon.py`, which is not the product's own command, until the block is left."""
-    command = [sys.executable, "-m", "benchmarks.many_daemon", str(slots)]
-    with loopd(directory, url, text, instead=command) as daemon:
-        yield daemon
+def many_slots(slots: int) -> str:
+    """The configuration of a daemon that has that many slots of the server."""
+    return f"[slots]\nmain = {list(range(slots))}\n"
 
 
 def serve_command(config: Path) -> list[str]:

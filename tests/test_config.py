@@ -78,6 +78,7 @@ def test_every_key_but_the_url_has_the_default_of_the_design(tmp_path: Path) -> 
     assert config.channel.grace_s == 10
     assert config.paths.home == Path("/var/lib/boxmaker")
     assert config.session.memory_mib == 64
+    assert config.session.warn_at == 0.8
     assert config.loop.tool_iterations == 8
     assert config.loop.repeat_detection is True
     assert config.loop.tool_result_cap == 16_384
@@ -132,7 +133,8 @@ PATHS = [
     ("baseline", "system"),
 ]
 SLOTS = [("slots", "main")]
-ALL_KEYS = [("server", "url"), *SECONDS, *COUNTS, *SIZES, *FLAGS, *PATHS, *SLOTS]
+SHARES = [("session", "warn_at")]
+ALL_KEYS = [("server", "url"), *SECONDS, *COUNTS, *SIZES, *FLAGS, *PATHS, *SLOTS, *SHARES]
 
 NOT_A_NUMBER = [
     ("true", "True"),
@@ -154,6 +156,49 @@ def test_a_time_is_a_number_over_zero(tmp_path: Path, table: str, key: str, valu
     ]
 
 
+@pytest.mark.parametrize(
+    ("value", "listed", "text"),
+    [("0", (0,), "slot 0"), ("3", (3,), "slot 3"), ("[1]", (1,), "slot 1"), ("[2, 0, 1]", (2, 0, 1), "slots 2, 0, 1")],
+)
+def test_our_slots_are_one_or_a_list(tmp_path: Path, value: str, listed: tuple[int, ...], text: str) -> None:
+    slots = load(tmp_path, with_key("slots", "main", value)).slots
+    assert slots.listed == listed
+    assert str(slots) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "shown", "allowed"),
+    [
+        *((value, shown, "an integer ≥ 0") for value, shown in NOT_A_NUMBER if value != "[5]"),
+        *((value, value, "an integer ≥ 0") for value in ("0.0", "-1", "-7")),
+        *(
+            (value, value, "an integer ≥ 0, or a list of different ones")
+            for value in ("[]", "[0, 0]", "[0, -1]", "[1.0]", "[[1]]")
+        ),
+        ("[0, true]", "[0, True]", "an integer ≥ 0, or a list of different ones"),
+    ],
+)
+def test_what_names_no_slots_is_refused(tmp_path: Path, value: str, shown: str, allowed: str) -> None:
+    assert problems(tmp_path, with_key("slots", "main", value)) == [
+        f"[slots] main: found {shown}, allowed is {allowed}"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [*NOT_A_NUMBER, ("0", "0"), ("-1", "-1"), ("1.01", "1.01"), ("2", "2"), ("nan", "nan"), ("inf", "inf")],
+)
+def test_a_share_is_a_number_up_to_one(tmp_path: Path, value: str, shown: str) -> None:
+    assert problems(tmp_path, with_key("session", "warn_at", value)) == [
+        f"[session] warn_at: found {shown}, allowed is a number > 0 and ≤ 1"
+    ]
+
+
+@pytest.mark.parametrize(("value", "share"), [("1", 1), ("0.001", 0.001), ("1.0", 1.0)])
+def test_a_share_is_taken(tmp_path: Path, value: str, share: float) -> None:
+    assert load(tmp_path, with_key("session", "warn_at", value)).session.warn_at == share
+
+
 @pytest.mark.parametrize(("table", "key"), SECONDS)
 def test_a_time_may_be_a_fraction(tmp_path: Path, table: str, key: str) -> None:
     config = load(tmp_path, with_key(table, key, "0.25"))
@@ -164,7 +209,6 @@ def test_a_time_may_be_a_fraction(tmp_path: Path, table: str, key: str) -> None:
     ("keys", "least", "allowed"),
     [
         (COUNTS, 1, "an integer ≥ 1"),
-        (SLOTS, 0, "an integer ≥ 0"),
         (SIZES, 256, "an integer number of bytes ≥ 256"),
     ],
 )

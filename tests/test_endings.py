@@ -165,7 +165,7 @@ class Service(TurnService):
     """The daemon's turns; with `time_passes`, the clock jumps from deadline to deadline while one runs."""
 
     def __init__(self, daemon: Daemon, clock: MockClock | None) -> None:
-        super().__init__(daemon.rt, daemon.store)
+        super().__init__(daemon.rt, daemon.store, daemon.causes, daemon.pins)
         self._clock = clock
 
     async def run(self, request: Request, emit: Emit, stop: Stop) -> Final:
@@ -442,6 +442,7 @@ said(
     calls=[public("noon"), public("one")],
 )
 said("an empty answer", reply(None, reasoning="Hm."))
+said("an answer with little room left", reply("Noon.", cache_n=0, prompt_n=3272, predicted_n=5))
 said("an answer cut at its length", reply("Half an ans", finish_reason="length"))
 said(
     "thinking over the cap",

@@ -64,7 +64,7 @@ async def eventually(condition: Callable[[], bool]) -> None:
 
 
 def check_gate(daemon: Daemon) -> None:
-    hold = daemon.client.hold(daemon.config.slots.main)
+    hold = daemon.client.hold(daemon.config.slots.listed[0])
     assert hold.take_nowait(), "the gate is free"
     hold.give_back()
 
@@ -336,7 +336,7 @@ async def cancel_run_turn(step: int, directory: Path, run_turn: RunTurn = run_tu
     """Cancel `run_turn` itself at one step; True when it was over before. `pool`: its tools run side by side."""
     port = ScriptedPort([public("noon"), public("hi")], beside=lambda _: pool)
     async with standing_daemon(directory, *SWEPT, port=port) as (server, daemon):
-        service = TurnService(daemon.rt, daemon.store)
+        service = TurnService(daemon.rt, daemon.store, daemon.causes, daemon.pins)
         new = NewSession(slot=0, baseline=service._baseline)
         scope = trio.CancelScope()
         steps = Steps(step, scope.cancel)
@@ -456,7 +456,7 @@ async def cancel_connection_at(step: int, directory: Path, leak: bool = False) -
     port = ScriptedPort([public("noon"), public("hi")])
     async with standing_daemon(directory, *SWEPT, port=port) as (server, daemon):
         ours, theirs = trio.socket.socketpair()
-        service = TurnService(daemon.rt, daemon.store)
+        service = TurnService(daemon.rt, daemon.store, daemon.causes, daemon.pins)
         scope = trio.CancelScope()
         steps = Steps(step, scope.cancel)
 

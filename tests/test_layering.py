@@ -9,16 +9,16 @@ SOURCE = Path(__file__).parents[1] / "src"
 
 ORDER = [
     "errors", "log", "places", "proto.codec", "proto.ids", "proto.time", "proto.arguments", "proto.chat",
-    "proto.records", "proto.tools", "proto.channel", "proto.frames", "config", "inference.sse",
-    "inference.completion", "inference.request", "inference.retry", "inference.cache", "inference.slots",
-    "inference.client", "inference.facts", "session.baseline", "session.replay", "session.disk",
-    "session.fork", "session.store", "session.logs",
+    "proto.records", "proto.ledger", "proto.tools", "proto.channel", "proto.frames", "config", "inference.sse",
+    "inference.completion", "inference.request", "inference.retry", "inference.cache", "inference.cause",
+    "inference.slots", "inference.client", "inference.facts", "session.baseline", "session.replay", "session.disk",
+    "session.fork", "session.ledger", "session.store", "session.logs",
     "tools.port", "tools.registry", "tools.endings", "tools.dispatch", "tools.fake",
     "turn.runtime", "turn.steering", "turn.calls", "turn.loop", "channel.peer", "channel.stop", "channel.server",
-    "channel.client", "demo.server", "demo.run", "loopd.home", "loopd.selftest", "loopd.desk", "loopd.turns",
-    "loopd.serve", "loopd.cli",
+    "channel.client", "demo.server", "demo.run", "loopd.home", "loopd.selftest", "loopd.causes", "loopd.desk",
+    "loopd.pins", "loopd.turns", "loopd.serve", "loopd.cli",
     "loopd.__main__", "bxctl.output", "bxctl.render", "bxctl.live",
-    "bxctl.chat", "bxctl.control", "bxctl.logs", "bxctl.cli", "bxctl.__main__",
+    "bxctl.chat", "bxctl.control", "bxctl.logs", "bxctl.cache", "bxctl.cli", "bxctl.__main__",
     "testing.server", "testing.port", "testing.daemon", "testing.forced",
     "verify.judge", "verify.programs", "verify.device", "verify.demo", "verify.cli", "verify.__main__",
 ]  # fmt: skip
@@ -95,10 +95,10 @@ def test_a_foreign_thing_is_imported_by_the_module_that_wraps_it() -> None:
 
 def test_pure_modules_have_no_clock_no_randomness_and_no_event_loop() -> None:
     pure = [
-        "proto.codec", "proto.ids", "proto.time", "proto.arguments", "proto.chat", "proto.records", "proto.tools",
-        "proto.channel", "proto.frames", "inference.sse", "inference.completion", "inference.request",
-        "inference.retry", "inference.cache", "session.replay", "session.fork", "tools.registry",
-        "tools.endings", "tools.dispatch", "verify.judge",
+        "proto.codec", "proto.ids", "proto.time", "proto.arguments", "proto.chat", "proto.records", "proto.ledger",
+        "proto.tools", "proto.channel", "proto.frames", "inference.sse", "inference.completion", "inference.request",
+        "inference.retry", "inference.cache", "inference.cause", "session.replay", "session.fork", "tools.registry",
+        "tools.endings", "tools.dispatch", "loopd.pins", "verify.judge",
     ]  # fmt: skip
     forbidden = {"trio", "time", "random", "secrets", "os", "socket", "logging", "boxmaker.log", "log"}
     wrong = {name: imports(modules()[name]) & forbidden for name in pure}
@@ -113,6 +113,7 @@ def test_the_client_command_knows_neither_sessions_nor_the_server() -> None:
         "bxctl.chat",
         "bxctl.control",
         "bxctl.logs",
+        "bxctl.cache",
         "bxctl.cli",
         "channel.client",
         "channel.stop",
@@ -121,7 +122,7 @@ def test_the_client_command_knows_neither_sessions_nor_the_server() -> None:
             package = imported.partition(".")[0]
             assert package not in {"inference", "tools", "turn", "loopd"}, name
             # cli imports it inside the commands that read logs, and nowhere else
-            assert package != "session" or name in {"bxctl.logs", "bxctl.cli"}, name
+            assert package != "session" or name in {"bxctl.logs", "bxctl.cache", "bxctl.cli"}, name
 
 
 def test_the_order_check_finds_an_import_that_goes_up(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from boxmaker.proto import channel, chat
-from boxmaker.proto.channel import Cut, ErrorCode, ToolCallStarted, TurnDone, WireError
+from boxmaker.proto.channel import Context, Cut, ErrorCode, ToolCallStarted, TurnDone, WireError
 from boxmaker.proto.chat import (
     Content,
     Figures,
@@ -556,6 +556,86 @@ async def test_a_full_context_is_session_full_with_nothing_appended(tmp_path: Pa
         again = await daemon.fail("s", "3", resume=True)
     assert error.code == again.code == ErrorCode.SESSION_FULL
     assert len(server.completions) == 3
+    assert error.message.endswith("go on without this message: bxctl fork s (--at N keeps less), or in a new session")
+
+
+async def test_the_fork_that_a_full_session_names_leaves_out_what_did_not_fit(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    full = error_response(400, "the request exceeds the available context size")
+    async with scripted_server(reply("a"), full, reply("b")) as server, running_daemon(tmp_path, server.url) as daemon:
+        await daemon.ask("s", "1", resume=False)
+        await daemon.fail("s", "2", resume=True)
+        await daemon.store.fork(SessionId("s"), None, SessionId("t"), slot=0)
+        await daemon.ask("t", "3", resume=True)
+    sent = json.loads(server.bodies[-1])["messages"]
+    assert [message["content"] for message in sent[1:]] == ["1", "a", "3"]
+
+
+@pytest.mark.parametrize("scripts", [[], [reply(calls=[("c", "clock", "{}")])]])
+async def test_a_full_session_without_an_answer_names_no_fork(
+    scripts: list[bytes], tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    full = error_response(400, "the request exceeds the available context size")
+    async with scripted_server(*scripts, full) as server, running_daemon(tmp_path, server.url) as daemon:
+        error = await daemon.fail("s", "1", resume=False)
+    assert error.message.endswith("the available context size; go on in a new session")
+
+
+def told_of_context(answers: Sequence[object]) -> list[Context]:
+    return [answer for answer in answers if isinstance(answer, Context)]
+
+
+@pytest.mark.parametrize(
+    ("read", "more", "told"),
+    [
+        # 80 % of 4096 tokens are 3276.8: 3277 of them are told, 3276 are not
+        (3272, "", [Context(used=3277, n_ctx=4096)]),
+        (3271, "", []),
+        (3271, "[session]\nwarn_at = 0.5", [Context(used=3276, n_ctx=4096)]),
+        (4000, "[session]\nwarn_at = 1", []),
+        (4091, "[session]\nwarn_at = 1", [Context(used=4096, n_ctx=4096)]),
+        (None, "", []),
+    ],
+)
+async def test_a_slot_that_is_nearly_full_is_told(
+    read: int | None, more: str, told: list[Context], tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    async with (
+        scripted_server(reply("a", prompt_n=read)) as server,
+        running_daemon(tmp_path, server.url, more) as daemon,
+    ):
+        assert told_of_context(await daemon.turn("s", "1", resume=False)) == told
+
+
+async def test_a_nearly_full_slot_is_told_once_a_turn_and_in_the_next_again(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    scripts = [
+        reply(calls=[("a", "clock", "{}")], prompt_n=3000),
+        reply(calls=[("b", "clock", '{"b":1}')], cache_n=3004, prompt_n=300),
+        reply("b", cache_n=3308, prompt_n=10),
+        reply("c", cache_n=3322, prompt_n=10),
+    ]
+    async with scripted_server(*scripts) as server, running_daemon(tmp_path, server.url) as daemon:
+        answers = await daemon.turn("s", "1", resume=False)
+        assert told_of_context(answers) == [Context(used=3309, n_ctx=4096)]
+        second = [at for at, answer in enumerate(answers) if isinstance(answer, ToolCallStarted)][1]
+        assert answers.index(Context(used=3309, n_ctx=4096)) < second
+        assert told_of_context(await daemon.turn("s", "2", resume=True)) == [Context(used=3337, n_ctx=4096)]
+
+
+async def test_a_server_without_slots_is_believed_what_its_properties_say(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    async with (
+        scripted_server(*[reply("a", prompt_n=95)] * 2) as server,
+        running_daemon(tmp_path, server.url) as daemon,
+    ):
+        server.slots = error_response(501, "no slots", "not_supported_error")
+        assert told_of_context(await daemon.turn("s", "1", resume=False)) == []
+        daemon.rt.facts.saw_props({"default_generation_settings": {"n_ctx": 100}})
+        assert told_of_context(await daemon.turn("t", "1", resume=False)) == [Context(used=100, n_ctx=100)]
 
 
 async def test_a_recorded_full_context_is_recognised(tmp_path: Path, autojump_clock: MockClock) -> None:
@@ -782,7 +862,7 @@ async def hang_up(daemon: Daemon, server: ScriptedServer, stream: trio.SocketStr
             await wait_all_tasks_blocked()
         for request in server.completions:
             await request.closed.wait()
-    hold = daemon.client.hold(daemon.config.slots.main)
+    hold = daemon.client.hold(daemon.config.slots.listed[0])
     assert hold.take_nowait(), "the gate is free"
     hold.give_back()
 

@@ -110,6 +110,12 @@ def _seconds(value: object) -> float:
     return value
 
 
+def _share(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise _Bad("a number > 0 and ≤ 1")
+    return value
+
+
 def _at_least(minimum: int, what: str) -> Check:
     def check(value: object) -> int:
         if type(value) is not int or value < minimum:
@@ -124,6 +130,18 @@ def _at_least(minimum: int, what: str) -> Check:
 _count = _at_least(1, "an integer")
 _slot = _at_least(0, "an integer")
 _size = _at_least(MIN_SIZE_BYTES, "an integer number of bytes")
+
+
+def _slots(value: object) -> int | tuple[int, ...]:
+    if type(value) is not list:
+        return int(_slot(value))
+    try:
+        slots = tuple(int(_slot(one)) for one in value)
+    except _Bad:
+        slots = ()
+    if not slots or len(set(slots)) < len(slots):
+        raise _Bad("an integer ≥ 0, or a list of different ones")
+    return slots
 
 
 def _flag(value: object) -> bool:
@@ -193,9 +211,18 @@ class Server:
 
 @frozen(kw_only=True)
 class Slots:
-    """Which slots of the server are ours."""
+    """Which slots of the server are ours: `main` as it was written, one or several."""
 
-    main: int = _key(0, _slot)
+    main: int | tuple[int, ...] = _key(0, _slots)
+
+    @property
+    def listed(self) -> tuple[int, ...]:
+        """The slots, in the order in which new sessions take them."""
+        return self.main if isinstance(self.main, tuple) else (self.main,)
+
+    def __str__(self) -> str:
+        plural = "s" if len(self.listed) > 1 else ""
+        return f"slot{plural} {', '.join(map(str, self.listed))}"
 
 
 @frozen(kw_only=True)
@@ -254,9 +281,10 @@ class Paths:
 
 @frozen(kw_only=True)
 class Session:
-    """What is kept in memory between turns."""
+    """What is kept in memory between turns, and at which share of the context its end is told."""
 
     memory_mib: int = _key(64, _count)
+    warn_at: float = _key(0.8, _share)
 
 
 @frozen(kw_only=True)

@@ -321,9 +321,14 @@ class SessionFull(WireableError):
 
     code: ClassVar[str] = "session_full"
     message: str
+    fork: str | None = None
+    """The session's id when it has an answer that a fork can end with: the message that did not fit is left out."""
 
     def __str__(self) -> str:
-        return f"the session no longer fits the server's context: {self.message}; go on in a new session"
+        way = "in a new session"
+        if self.fork is not None:
+            way = f"without this message: bxctl fork {self.fork} (--at N keeps less), or {way}"
+        return f"the session no longer fits the server's context: {self.message}; go on {way}"
 
 
 @define(kw_only=True)

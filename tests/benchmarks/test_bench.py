@@ -134,8 +134,8 @@ def test_a_turn_of_the_stamping_server_says_when_it_was_read_and_written() -> No
 
 
 @pytest.mark.real
-def test_the_daemon_of_many_slots_runs_turns_at_the_same_time() -> None:
-    with home() as directory, stamp_server(3) as server, many_slots(directory, server.url, 3) as daemon:
+def test_a_daemon_of_many_slots_runs_turns_at_the_same_time() -> None:
+    with home() as directory, stamp_server(3) as server, loopd(directory, server.url, many_slots(3)) as daemon:
         # the server begins no reply before all three are asked for: with one slot this would never end
         measured = run_many(daemon.socket, daemon.process.pid, server.process.pid, 3, "s", 4)
     assert (measured.turns, measured.events) == (3, 12)

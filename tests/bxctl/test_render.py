@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from boxmaker.bxctl.render import Renderer, one_visible_line, visible
-from boxmaker.proto.channel import CacheLoss, Cut, ErrorCode, ToolCallStarted, ToolResult, TurnDone, WireError
+from boxmaker.proto.channel import CacheLoss, Context, Cut, ErrorCode, ToolCallStarted, ToolResult, TurnDone, WireError
 from boxmaker.proto.chat import Content, Figures, Progress, Queued, Reasoning, Retrying, ThinkingCapped, Waiting
 from boxmaker.proto.frames import Answer
 
@@ -197,7 +197,11 @@ LINES = [
     (ToolResult(name="clock", class_="public", truncated=True), "[result of clock: truncated]"),
     (ToolResult(name="clock", class_="secret", truncated=True), "[result of clock: secret, truncated]"),
     (ThinkingCapped(tokens=4096), "[thinking capped after 4096 tokens]"),
-    (CacheLoss(expected=100, got=30), "[lost 70 cached tokens: 30 of 100 were left]"),
+    (CacheLoss(expected=100, got=30), "[lost 70 cached tokens (bxctl why)]"),
+    (
+        Context(used=6713, n_ctx=8192),
+        "[the context is 81% full, 6,713 of 8,192 tokens: go on in a new session soon]",
+    ),
     (Cut(reason="length"), "[the reply was cut at its length limit]"),
     (Cut(reason="thinking_cap"), "[the reply was cut at the thinking cap]"),
     (RETRY, "[retrying (try 2, in 1.5 s): refused]"),

@@ -280,7 +280,7 @@ def test_what_happens_to_a_reply_is_said_in_a_line_each(short_dir: Path) -> None
         assert screen.read_until("> ") == (
             "Three no\n[the text above is withdrawn]\n[retrying (try 2, in 0.5 s): the connection broke]\n"
             "Three notes\n[the reply was cut at its length limit]\n"
-            "[lost 1204 cached tokens: 0 of 1204 were left]\n> "
+            "[lost 1,204 cached tokens (bxctl why)]\n> "
         )
         screen.type("x\n")
         assert screen.read_until("> ") == "[the model gave no answer]\n> "

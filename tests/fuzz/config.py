@@ -39,6 +39,17 @@ def number(value: Any) -> Verdict:
     return type(value) in (int, float) and 0 < value <= LARGEST
 
 
+def share(value: Any) -> Verdict:
+    return type(value) in (int, float) and 0 < value <= 1
+
+
+def slots(value: Any) -> Verdict:
+    one = integer(0)
+    if type(value) is not list:
+        return one(value)
+    return bool(value) and all(map(one, value)) and len(set(value)) == len(value)
+
+
 def flag(value: Any) -> Verdict:
     return type(value) is bool
 
@@ -72,7 +83,7 @@ def url(value: Any) -> Verdict:
 count, size = integer(1), integer(256)
 TABLE: dict[str, dict[str, Callable[[Any], Verdict]]] = {
     "server": {"url": url, "api_key_file": path},
-    "slots": {"main": integer(0)},
+    "slots": {"main": slots},
     "thinking": {"enabled": flag, "cap": count},
     "retry": {"attempts": count, "base_ms": number, "cap_ms": number, "loading_s": number},
     "timeouts": {"connect_s": number, "busy_s": number, "prefill_s": number, "stall_s": number},
@@ -81,7 +92,7 @@ TABLE: dict[str, dict[str, Callable[[Any], Verdict]]] = {
         "socket": path, "request_s": number, "write_timeout_s": number, "max_frame": size, "grace_s": number,
     },
     "paths": {"home": path},
-    "session": {"memory_mib": count},
+    "session": {"memory_mib": count, "warn_at": share},
     "loop": {
         "tool_iterations": count, "repeat_detection": flag, "tool_result_cap": size, "parallel_tools": count,
         "turn_s": number,
@@ -260,7 +271,7 @@ def check_config(config: Config, document: dict[str, Any], directory: Path) -> N
     assert config.request == document.get("request", {})
     body = RequestEncoder(tools=(), fixed=fixed_fields(config), alternate=False).body()
     sent = json.loads(body, parse_constant=lambda name: 1 / 0)
-    assert sent["id_slot"] == config.slots.main
+    assert sent["id_slot"] == config.slots.listed[0]
     assert sent["stream"] is True
     assert sent["chat_template_kwargs"]["enable_thinking"] is config.thinking.enabled
     if config.server.url.startswith("unix:"):

@@ -145,6 +145,7 @@ EVENTS: dict[str, Judge] = {
     "cache_loss": fields(expected=count, got=count),
     "cut": fields(reason=one_of("length", "thinking_cap")),
     "steered": fields(content=user_text),
+    "context": fields(used=count, n_ctx=positive),
 }
 FINALS: dict[str, Judge] = {
     "turn_done": fields(

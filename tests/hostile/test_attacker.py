@@ -300,6 +300,7 @@ async def test_ids_names_and_arguments_never_become_paths(tmp_path: Path, autoju
         "home/sessions/s",
         "home/sessions/s/0.jsonl",
         "home/sessions/s/0.baseline.json",
+        "home/sessions/s/cache.jsonl",
     }
     assert files(tmp_path) == {"home", "home/memory", "in", "in/side", *(f"in/side/{file}" for file in files(inside))}
 

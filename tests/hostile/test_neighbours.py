@@ -385,7 +385,7 @@ def serve_with_a_tool_that_hangs(directory: Path, url: str) -> None:
         config = make_config(directory, url, "[channel]\ngrace_s = 50")
         async with running_daemon(directory, url, "[channel]\ngrace_s = 50", port=ScriptedPort([hang])) as daemon:
             with _stop_signals() as signals:
-                await _accept(config, TurnService(daemon.rt, daemon.store), signals, False)
+                await _accept(config, TurnService(daemon.rt, daemon.store, daemon.causes, daemon.pins), signals, False)
         log_event("stopped")
 
     log_to_stderr()

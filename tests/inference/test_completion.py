@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any, Literal
 
 import pytest
+from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -283,7 +284,30 @@ def test_every_stream_among_the_fixtures_has_its_outcome_written_out() -> None:
 
 @pytest.mark.parametrize("name", REPLIES)
 def test_a_whole_stream_gives_its_reply(name: str) -> None:
-    assert read_fixture(name).reply() == REPLIES[name]
+    reply = evolve(read_fixture(name).reply(), prefill_ms=None)  # a time of its own for each recording
+    assert reply == REPLIES[name]
+
+
+@pytest.mark.parametrize(
+    ("prompt_ms", "prefill_ms"),
+    [
+        *((654.149, 654), (654.5, 654), (655.5, 656), (0, 0), (12, 12), (2**53 - 1, 2**53 - 1)),
+        *((None, None), ("7", None), (True, None), (-0.1, None), (2**53, None)),
+    ],
+)
+def test_the_time_of_the_prefill_is_whole_milliseconds(prompt_ms: object, prefill_ms: int | None) -> None:
+    last = chunk_event({"choices": [], "timings": {"prompt_n": 3, "prompt_ms": prompt_ms}})
+    assert assemble([delta_event(content="a"), END, last]).reply().prefill_ms == prefill_ms
+
+
+def test_a_recorded_time_of_the_prefill_is_taken() -> None:
+    assert read_fixture("end_finish_but_no_done").reply().prefill_ms == 31
+
+
+def test_a_stream_that_we_close_has_no_time_of_a_prefill() -> None:
+    flood = [delta_event(reasoning_content="x")] * (2 + 256)
+    late = chunk_event({"choices": [], "timings": {"prompt_ms": 5}})
+    assert assemble([late, *flood], thinking_cap=2).reply().prefill_ms is None
 
 
 @pytest.mark.parametrize("name", REPLIES)

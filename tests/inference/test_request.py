@@ -489,3 +489,18 @@ def last_result(messages: Sequence[ChatMessage], place: int) -> bool:
     """Is this the last result of its reply?"""
     following = messages[place + 1] if place + 1 < len(messages) else None
     return isinstance(messages[place], Tool) and not isinstance(following, Tool)
+
+
+def test_another_slot_changes_what_stands_behind_the_messages_alone() -> None:
+    encoder = RequestEncoder(tools=[], fixed={"stream": True, "id_slot": 0, "cache_prompt": True}, alternate=False)
+    encoder.add(User(content="Hi"))
+    head = b'{"messages":[{"role":"user","content":"Hi"}],"tools":[],"stream":true,"id_slot":'
+    for slot in (2, 2, 0):
+        encoder.pin(slot)
+        assert encoder.body() == head + str(slot).encode() + b',"cache_prompt":true}'
+
+
+def test_a_body_without_a_slot_gets_none() -> None:
+    encoder = RequestEncoder(tools=[], fixed={"stream": True}, alternate=False)
+    encoder.pin(3)
+    assert encoder.body() == b'{"messages":[],"tools":[],"stream":true}'

@@ -18,7 +18,7 @@ from trio.testing import MockClock
 from boxmaker.config import load_config
 from boxmaker.inference.client import Client
 from boxmaker.loopd.home import lock_home, prepare_home
-from boxmaker.loopd.selftest import Check, Report, run_selftest
+from boxmaker.loopd.selftest import Check, Report, run_selftest, warm_flags
 from boxmaker.testing.daemon import make_config
 from boxmaker.testing.server import (
     LOADING,
@@ -215,6 +215,29 @@ async def test_a_slot_out_of_range_fails_and_says_what_is_allowed(
     assert states(over)["slot"] == "fail"
     assert "slot 2" in check(over, "slot").message
     assert "0 to 1" in check(over, "slot").remedy
+
+
+async def test_each_of_our_slots_is_checked(tmp_path: Path, autojump_clock: MockClock) -> None:
+    three = [{"id": 0, "n_ctx": 4096}, {"id": 1, "n_ctx": 600}, {"id": 2, "n_ctx": 4096}]
+    async with scripted_server() as server:
+        server.slots = three
+        server.input_tokens = {"input_tokens": 500}
+        report = await run(tmp_path, server, "[slots]\nmain = [2, 1, 3]")
+        apart = await run(tmp_path, server, "[slots]\nmain = [2, 0]")
+    found = [(one.name, one.state, one.message) for one in report.checks if one.name.startswith("slot ")]
+    assert found == [
+        ("slot 2", "ok", "slot 2 of 3, 4096 tokens"),
+        ("slot 1", "ok", "slot 1 of 3, 600 tokens"),
+        ("slot 3", "fail", "slot 3 does not exist, the server has 3"),
+    ]
+    # 500 tokens and room for 512 do not fit into the smallest of them
+    assert states(report)["baseline"] == "fail"
+    assert states(apart)["baseline"] == "ok"
+
+
+def test_the_flags_leave_a_slot_to_others() -> None:
+    assert warm_flags((0,)) == "-np 2 --no-kv-unified -b 256"
+    assert warm_flags((2, 0)) == "-np 4 --no-kv-unified -b 256"
 
 
 async def test_one_slot_is_warned_of_with_the_flags_that_keep_it_warm(

@@ -92,6 +92,7 @@ turn_events: st.SearchStrategy[TurnEvent] = st.one_of(
     st.builds(channel.CacheLoss, expected=counts, got=counts),
     st.builds(channel.Cut, reason=st.sampled_from(["length", "thinking_cap"])),
     st.builds(channel.Steered, content=user_texts),
+    st.builds(channel.Context, used=counts, n_ctx=positives),
 )
 
 when_busy: st.SearchStrategy[channel.WhenBusy] = st.sampled_from(["refuse", "wait", "replace"])

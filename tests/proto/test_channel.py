@@ -110,7 +110,7 @@ def test_a_detail_keeps_what_a_program_needs() -> None:
 def test_the_events_are_those_of_the_design() -> None:
     assert set(TURN_EVENTS.tags) == {
         "queued", "waiting", "progress", "reasoning", "content", "tool_call_started", "tool_result",
-        "thinking_capped", "retrying", "cache_loss", "cut", "steered",
+        "thinking_capped", "retrying", "cache_loss", "cut", "steered", "context",
     }  # fmt: skip
 
 

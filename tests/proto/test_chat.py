@@ -25,7 +25,7 @@ def test_a_channel_gets_every_event_of_a_completion_but_pieces_of_calls() -> Non
     of_completion, of_turn = set(get_args(ChatEvent)), set(get_args(TurnEvent))
     assert of_completion - of_turn == {ToolCallDelta}
     assert {cls.__name__ for cls in of_turn - of_completion} == {
-        "ToolCallStarted", "ToolResult", "CacheLoss", "Cut", "Steered",
+        "ToolCallStarted", "ToolResult", "CacheLoss", "Cut", "Steered", "Context",
     }  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from boxmaker.proto.channel import (
     CacheLoss,
     Cancel,
     CancelDone,
+    Context,
     Cut,
     ErrorCode,
     Fork,
@@ -120,6 +121,7 @@ ANSWERS: dict[str, Answer] = {
     "events/cache_loss": CacheLoss(expected=1019, got=0),
     "events/cut": Cut(reason="length"),
     "events/steered": Steered(content="Nur für Köln."),
+    "events/context": Context(used=6713, n_ctx=8192),
     "errors/session_busy": _BUSY,
 }
 """What the frames of loopd stand for; the other errors are in test_channel.py."""

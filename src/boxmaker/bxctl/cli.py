@@ -83,6 +83,7 @@ _socket_option = click.option(
     "--socket", type=click.Path(path_type=Path), help="loopd's socket [default: that of $BOXMAKER_HOME]."
 )
 _session_argument = click.argument("session", shell_complete=complete_session)
+_maybe_session_argument = click.argument("session", required=False, shell_complete=complete_session)
 
 
 @main.command()
@@ -227,13 +228,46 @@ def log(session: str, home: Path | None, as_json: bool, follow: bool) -> None:
         )
 
 
+@main.command()
+@_maybe_session_argument
+@_home_option
+def why(session: str | None, home: Path | None) -> None:
+    """Say why the last cached tokens were lost, what that cost, and what to do; of the newest session without an ID."""
+    from boxmaker.bxctl.cache import read_completions, why_lines
+    from boxmaker.session.logs import newest_session
+
+    directory = (home or default_home(os.environ)) / "sessions"
+    with Ending():
+        wanted = parse_id(session) if session is not None else newest_session(directory)
+        lines = why_lines(wanted, read_completions(directory, wanted))
+        sys.stdout.writelines(f"{line}\n" for line in lines)
+        sys.stdout.flush()
+
+
+@main.command()
+@_maybe_session_argument
+@_home_option
+@click.option("--json", "as_json", is_flag=True, help="A line of JSON a completion, and a last one with the totals.")
+def cache(session: str | None, home: Path | None, as_json: bool) -> None:
+    """Show what each completion took from the cache, read and lost; of the newest session without an ID."""
+    from boxmaker.bxctl.cache import cache_json, cache_table, read_completions
+    from boxmaker.session.logs import newest_session
+
+    directory = (home or default_home(os.environ)) / "sessions"
+    with Ending():
+        wanted = parse_id(session) if session is not None else newest_session(directory)
+        found = read_completions(directory, wanted)
+        sys.stdout.writelines(f"{line}\n" for line in (cache_json(found) if as_json else cache_table(wanted, found)))
+        sys.stdout.flush()
+
+
 @main.group("session")
 def session_group() -> None:
     """Check and mend logs, without the daemon."""
 
 
 @session_group.command("check")
-@click.argument("session", required=False, shell_complete=complete_session)
+@_maybe_session_argument
 @_home_option
 def session_check(session: str | None, home: Path | None) -> None:
     """Read a session's files, or those of all sessions; a line a finding, status 1 when there is one."""

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable
 from typing import TextIO
 
-from boxmaker.proto.channel import CacheLoss, Cut, Steered, ToolCallStarted, ToolResult, TurnDone, WireError
+from boxmaker.proto.channel import CacheLoss, Context, Cut, Steered, ToolCallStarted, ToolResult, TurnDone, WireError
 from boxmaker.proto.chat import Content, Figures, Progress, Queued, Reasoning, Retrying, ThinkingCapped, Waiting
 from boxmaker.proto.frames import Answer
 
@@ -117,10 +117,13 @@ class Renderer:
             case ThinkingCapped(tokens=tokens):
                 self.status(f"thinking capped after {tokens} tokens")
             case CacheLoss(expected=expected, got=got):
-                self.status(f"lost {expected - got} cached tokens: {got} of {expected} were left")
+                self.status(f"lost {expected - got:,} cached tokens (bxctl why)")
             case Cut(reason=reason):
                 why = "its length limit" if reason == "length" else "the thinking cap"
                 self.status(f"the reply was cut at {why}")
+            case Context(used=used, n_ctx=n_ctx):
+                share = 100 * used // n_ctx
+                self.status(f"the context is {share}% full, {used:,} of {n_ctx:,} tokens: go on in a new session soon")
             case Steered(content=content):
                 self._flush_completion()
                 self._begin_completion()

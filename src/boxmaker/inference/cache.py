@@ -42,18 +42,24 @@ class Unknown:
 CacheOutcome: TypeAlias = Hit | Loss | Unknown
 
 
-def cache_outcome(previous: TokenFigures, current: TokenFigures) -> CacheOutcome:
-    """Compare two consecutive completions of a session.
+def expected_tokens(previous: TokenFigures) -> int | None:
+    """How many tokens the next request of a session should find in the cache; None when a figure is missing.
 
-    After a completion the slot holds all its tokens but the last one sampled, so the next request,
-    which extends them, should find `cache_n + prompt_n + predicted_n - 1` of them.
+    After a completion the slot holds all its tokens but the last one sampled: `cache_n + prompt_n + predicted_n - 1`.
     """
     figures = (previous.cache_n, previous.prompt_n, previous.predicted_n)
-    if None in figures or current.cache_n is None:
-        return Unknown()
+    if None in figures:
+        return None
     expected = sum(n for n in figures if n is not None) - 1
-    if expected > MAX_INTEGER:
-        return Unknown()  # of figures that an older log holds: a record could not hold their sum
+    # of figures that an older log holds: a record could not hold their sum
+    return expected if expected <= MAX_INTEGER else None
+
+
+def cache_outcome(previous: TokenFigures, current: TokenFigures) -> CacheOutcome:
+    """Compare two consecutive completions of a session, the second of which extends the first."""
+    expected = expected_tokens(previous)
+    if expected is None or current.cache_n is None:
+        return Unknown()
     if current.cache_n < expected:
         return Loss(expected=expected, got=current.cache_n)
     return Hit()

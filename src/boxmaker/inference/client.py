@@ -31,6 +31,7 @@ from attrs import frozen
 
 from boxmaker.config import Config
 from boxmaker.errors import InferenceError
+from boxmaker.inference.cause import SlotRecord, slot_seen
 from boxmaker.inference.completion import Completion, CompletionAssembler, error_of, one_line
 from boxmaker.inference.request import ChatRequest
 from boxmaker.inference.retry import GiveUp, RetryPolicy, is_loading
@@ -102,6 +103,8 @@ class Client:
         self._looks = True
         self._look_number = 0
         self._idle_at: dict[int, int] = {}
+        self.record = SlotRecord()
+        """Who used which slot, and how it was seen before."""
         self._http = _Http(config)
 
     async def __aenter__(self) -> Client:
@@ -164,6 +167,7 @@ class Client:
                     if entry["is_processing"]:
                         return Look(state="busy")
                     self._idle_at[slot] = number
+                    self.record.looked(slot, slot_seen(entry))
                     return Look(state="idle")
         elif answer.status not in NO_SLOTS_STATUSES:
             return Look(state="failed", error=answer.error())
@@ -194,6 +198,7 @@ class Client:
 
         Cancellation: safe at any point; the connection is closed, which frees the server's slot.
         """
+        self.record.began(request.slot, request.session)
         return await _Try(self._http, self._config, request, emit).run()
 
     async def chat_with_retry(

@@ -217,6 +217,8 @@ class Completion:
     reasoning_tokens: int
     thinking_capped: bool
     model: str | None
+    prefill_ms: int | None = None
+    """How long the server read the prompt, in whole milliseconds."""
 
 
 class CompletionAssembler:
@@ -505,6 +507,7 @@ class CompletionAssembler:
             reasoning_tokens=self._reasoning_tokens,
             thinking_capped=self._capped,
             model=self._model,
+            prefill_ms=None if self.over_cap else _milliseconds(self._timings.get("prompt_ms")),
         )
 
     def _figures(self) -> tuple[int | None, int | None, int | None]:
@@ -569,6 +572,13 @@ def _parsed(data: str) -> Any:
 
 def _count(value: Any) -> int | None:
     return value if type(value) is int and 0 <= value <= MAX_TOKENS else None
+
+
+def _milliseconds(value: Any) -> int | None:
+    """A time as the server measured it, rounded; what is no time is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_TOKENS:
+        return None
+    return round(value)
 
 
 def _index(value: Any) -> int | None:

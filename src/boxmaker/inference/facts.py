@@ -6,6 +6,7 @@ the model is, because it decides bytes that were already sent.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -120,6 +121,14 @@ def limits_of(props: dict[str, Any]) -> tuple[int | None, int | None]:
     return _limit(n_ctx), _limit(props.get("total_slots"))
 
 
+def template_digest(props: Any) -> str | None:
+    """The chat template of `/props`, as a digest to compare; None where it has none."""
+    template = props.get("chat_template") if isinstance(props, dict) else None
+    if not isinstance(template, str) or not template:
+        return None
+    return hashlib.sha256(template.encode("utf-8", "surrogatepass")).hexdigest()[:12]
+
+
 def _limit(value: object) -> int | None:
     return value if type(value) is int and 0 < value <= MAX_TOKENS else None
 
@@ -130,7 +139,16 @@ class ServerFacts:
     def __init__(self, *, alternate: bool = False, model: str | None = None) -> None:
         self.alternate = alternate
         self.model = model
+        self.template: str | None = None
+        """The digest of its chat template, as `/props` was last seen to have it."""
+        self.n_ctx: int | None = None
+        """Tokens of a slot, the same way."""
         self._stale = False
+
+    def saw_props(self, props: Any) -> None:
+        """Note what `/props` says of template and limits."""
+        self.template = template_digest(props)
+        self.n_ctx = limits_of(props)[0] if isinstance(props, dict) else None
 
     def saw_model(self, model: str | None) -> None:
         """Note the `model` that a stream named; another than before makes the facts stale."""
@@ -156,7 +174,9 @@ class ServerFacts:
             return
         self._stale = False
         client.look_again()
-        _log_limits(props, config.slots.main)
+        if props.status == 200:
+            self.saw_props(props.value)
+        _log_limits(props, max(config.slots.listed))
         if alternate != self.alternate:
             log_event("alternate_changed", alternate=alternate)
             self.alternate = alternate

@@ -32,10 +32,11 @@ UNNAMED = "unnamed"
 
 @frozen(kw_only=True)
 class ChatRequest:
-    """One completion to ask for: the slot that it is pinned to, and the bytes to send."""
+    """One completion to ask for: the slot that it is pinned to, the bytes to send, and whose it is."""
 
     slot: int
     body: bytes
+    session: str = ""
 
 
 def chat_template_kwargs(config: Config) -> dict[str, Any]:
@@ -45,13 +46,13 @@ def chat_template_kwargs(config: Config) -> dict[str, Any]:
 
 
 def fixed_fields(config: Config) -> dict[str, Any]:
-    """Everything in a body but `messages` and `tools`; fixed for the process."""
+    """Everything in a body but `messages` and `tools`; fixed for the process but for `id_slot`, a session's."""
     passed = {key: value for key, value in config.request.items() if key != "chat_template_kwargs"}
     return {
         "stream": True,
         "stream_options": {"include_usage": True},
         "return_progress": True,
-        "id_slot": config.slots.main,
+        "id_slot": config.slots.listed[0],
         "cache_prompt": True,
         **passed,
         "chat_template_kwargs": chat_template_kwargs(config),
@@ -187,8 +188,8 @@ class RequestEncoder:
         self._mender = HistoryMender(alternate)
         self._messages = bytearray(b'{"messages":[')
         self._empty = True
-        rest = dumps({"tools": tool_objects(tools), **fixed}).encode("utf-8")
-        self._rest = b"]," + rest[1:]
+        self._fixed = {"tools": tool_objects(tools), **fixed}
+        self._write_rest()
 
     def add(self, message: ChatMessage) -> None:
         """Append one message; what stands before it is not touched.
@@ -202,6 +203,15 @@ class RequestEncoder:
                 self._messages += b","
             self._messages += text
             self._empty = False
+
+    def pin(self, slot: int) -> None:
+        """Ask for another slot, if the fixed fields name one; it stands behind the messages, so the prefix holds."""
+        if self._fixed.get("id_slot", slot) != slot:
+            self._fixed["id_slot"] = slot
+            self._write_rest()
+
+    def _write_rest(self) -> None:
+        self._rest = b"]," + dumps(self._fixed).encode("utf-8")[1:]
 
     def body(self) -> bytes:
         """The whole request body, as it stands."""

@@ -55,7 +55,7 @@ def check_config(config_file: Path) -> None:
     with ending():
         config = load_config(config_file, os.environ)
     click.echo(printable(f"{config_file}: ok"))
-    click.echo(printable(f"server  {config.server.url}, slot {config.slots.main}"))
+    click.echo(printable(f"server  {config.server.url}, {config.slots}"))
     click.echo(printable(f"home    {config.paths.home}"))
     click.echo(printable(f"socket  {config.channel.socket}"))
 
@@ -72,7 +72,7 @@ def selftest(config_file: Path, as_json: bool) -> None:
 
     from boxmaker.config import Config, load_config
     from boxmaker.inference.client import Client
-    from boxmaker.loopd.selftest import WARM_FLAGS, Report, run_selftest
+    from boxmaker.loopd.selftest import Report, run_selftest, warm_flags
     from boxmaker.tools.fake import fake_registry
 
     async def run(config: Config) -> Report:
@@ -80,11 +80,12 @@ def selftest(config_file: Path, as_json: bool) -> None:
             return await run_selftest(config, client, fake_registry())
 
     with ending():
-        report = trio.run(run, load_config(config_file, os.environ))
+        config = load_config(config_file, os.environ)
+        report = trio.run(run, config)
     for check in report.checks:
         click.echo(json.dumps(attrs.asdict(check)) if as_json else check.line())
     if not as_json:
-        click.echo(f"llama-server flags that keep a pinned slot warm: {WARM_FLAGS}")
+        click.echo(f"llama-server flags that keep a pinned slot warm: {warm_flags(config.slots.listed)}")
     if report.failed:
         sys.exit(1)
 

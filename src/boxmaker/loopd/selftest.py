@@ -36,10 +36,13 @@ from boxmaker.proto.chat import Assistant, ChatMessage, System, ToolSchema
 from boxmaker.session.baseline import Baseline, assemble_baseline, read_system_text
 from boxmaker.tools.registry import Registry
 
-WARM_FLAGS = "-np 2 --no-kv-unified -b 256"
-"""llama-server flags that keep a pinned slot's cache, and make a cancel during prefill quick."""
 ROOM_FOR_REPLY_TOKENS = 512
 KEY_REMEDY = "Put its --api-key into the file that [server] api_key_file names"
+
+
+def warm_flags(slots: Sequence[int]) -> str:
+    """llama-server flags that keep pinned slots' caches, with a slot for others, and make a cancel in prefill quick."""
+    return f"-np {max(slots) + 2} --no-kv-unified -b 256"
 
 
 @frozen(kw_only=True)
@@ -98,6 +101,7 @@ async def run_selftest(config: Config, client: Client, registry: Registry) -> Re
         if props is None:
             return report
         report.facts.model = props.get("model_alias") if isinstance(props.get("model_alias"), str) else None
+        report.facts.saw_props(props)
         n_ctx = await _check_slot(report, config, client, props)
         await _check_template(report, config, client, registry)
         if baseline is not None:
@@ -108,7 +112,9 @@ async def run_selftest(config: Config, client: Client, registry: Registry) -> Re
         else:
             report.fail("server", str(exc), "Is it a llama-server, and is it still running?")
         return report
-    if not props and all(check.state != "ok" for check in report.checks if check.name in ("slot", "template")):
+    if not props and all(
+        check.state != "ok" for check in report.checks if check.name.split()[0] in ("slot", "template")
+    ):
         report.fail(
             "server",
             f"{config.server.url} is no llama-server: it has neither /props nor /slots nor /apply-template",
@@ -204,39 +210,48 @@ async def _check_server(report: Report, config: Config, client: Client) -> dict[
 
 
 async def _check_slot(report: Report, config: Config, client: Client, props: dict[str, Any]) -> int | None:
-    """Does slot `slots.main` exist? An id out of range would wrap in silence. Gives its `n_ctx`."""
-    slot = config.slots.main
+    """Does each of our slots exist? An id out of range would wrap in silence. Gives the least `n_ctx` of them."""
     n_ctx, total = limits_of(props)
     answer = await probe(client, "GET", "/slots")
     if answer.status == 200 and isinstance(answer.value, list):
         slots = {e["id"]: e for e in answer.value if isinstance(e, dict) and type(e.get("id")) is int}
         total = len(slots)
-        if slot in slots and type(slots[slot].get("n_ctx")) is int:
-            n_ctx = slots[slot]["n_ctx"]
     else:
+        slots = {}
         report.warn(
             "slots",
             f"the server does not show its slots ({answer.status}): loopd cannot see whether ours is busy",
             "Start llama-server with --slots, and let nothing else use the slot",
         )
+    least: list[int] = []
+    for slot in config.slots.listed:
+        listed = slots.get(slot, {}).get("n_ctx")
+        of_slot = listed if type(listed) is int else n_ctx
+        if of_slot is not None:
+            least.append(of_slot)
+        name = "slot" if len(config.slots.listed) == 1 else f"slot {slot}"
+        _check_one_slot(report, config, name, slot, total, of_slot)
+    return min(least, default=None)
+
+
+def _check_one_slot(report: Report, config: Config, name: str, slot: int, total: int | None, n_ctx: int | None) -> None:
     if total:
         if slot >= total:
             report.fail(
-                "slot",
+                name,
                 f"slot {slot} does not exist, the server has {total}",
                 "Set [slots] main to 0" + (f" to {total - 1}" if total > 1 else ""),
             )
         elif total == 1:
             report.warn(
-                "slot",
+                name,
                 "the server has one slot: any other client takes its cache",
-                f"Flags that keep it warm: {WARM_FLAGS}",
+                f"Flags that keep it warm: {warm_flags(config.slots.listed)}",
             )
         else:
-            report.ok("slot", f"slot {slot} of {total}" + (f", {n_ctx} tokens" if n_ctx else ""))
+            report.ok(name, f"slot {slot} of {total}" + (f", {n_ctx} tokens" if n_ctx else ""))
     else:
-        report.warn("slot", f"the server does not say how many slots it has; slot {slot} is used", "Check [server] url")
-    return n_ctx
+        report.warn(name, f"the server does not say how many slots it has; slot {slot} is used", "Check [server] url")
 
 
 async def _check_template(report: Report, config: Config, client: Client, registry: Registry) -> None:

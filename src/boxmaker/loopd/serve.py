@@ -1,5 +1,6 @@
 """The daemon: everything wired together, from the self-test to the last connection.
 
+    side nursery                     writes what turns have spent, and looks for causes of losses (causes.py)
     connections nursery              lives through the grace period; signals after it change nothing
     └─ accepting nursery             cancelled by SIGTERM, SIGINT, or the end of stdin if asked
        ├─ stop task
@@ -26,11 +27,14 @@ from boxmaker.errors import StartError
 from boxmaker.inference.client import Client
 from boxmaker.inference.request import fixed_fields
 from boxmaker.log import log_event
+from boxmaker.loopd.causes import CauseFinder
 from boxmaker.loopd.home import bound_socket, inherited_socket, lock_home, notify_systemd, prepare_home
+from boxmaker.loopd.pins import Pins
 from boxmaker.loopd.selftest import Report, run_selftest
 from boxmaker.loopd.turns import TurnService
 from boxmaker.proto.time import Timestamp, timestamp
 from boxmaker.session.disk import Disk, ThreadDisk, sweep_new
+from boxmaker.session.logs import slots_in_use
 from boxmaker.session.store import Store
 from boxmaker.tools.fake import FakeTools, fake_registry
 from boxmaker.tools.registry import Registry
@@ -39,6 +43,8 @@ from boxmaker.turn.runtime import Runtime
 MIB = 1024 * 1024
 AFTER_GRACE_S = 10.0
 """How long cancelled turns may take to write their results and their last frame."""
+AFTER_TURNS_S = 2.0
+"""How long what the last turns have spent may take to be written."""
 FULL_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 """There is no room for one more connection just now."""
 FULL_LOOK_S = 0.1
@@ -82,7 +88,15 @@ async def serve(config: Config, *, until_eof: bool = False, disk: Disk | None = 
             rt = Runtime(
                 config=config, client=client, facts=report.facts, port=FakeTools(now), registry=registry, now=now
             )
-            await _accept(config, TurnService(rt, store), signals, until_eof)
+            causes = CauseFinder(client, rt.facts, store.disk, store.directory)
+            async with trio.open_nursery() as beside:
+                beside.start_soon(causes.run)
+                try:
+                    pins = Pins(config.slots.listed, slots_in_use(store.directory))
+                    await _accept(config, TurnService(rt, store, causes, pins), signals, until_eof)
+                finally:
+                    causes.close()
+                    beside.cancel_scope.deadline = trio.current_time() + AFTER_TURNS_S
     log_event("stopped")
 
 

@@ -17,7 +17,9 @@ from boxmaker.channel.stop import Stop
 from boxmaker.errors import InferenceError, NoSuchSession, NoTurn
 from boxmaker.inference.client import LOOK_S
 from boxmaker.inference.retry import is_loading
+from boxmaker.loopd.causes import CauseFinder
 from boxmaker.loopd.desk import Desk, Place
+from boxmaker.loopd.pins import Pins
 from boxmaker.proto.channel import (
     Cancel,
     CancelDone,
@@ -50,9 +52,11 @@ CANCELLED_ENDINGS = frozenset({"cancelled", "shutting_down"})
 class TurnService:
     """Answers the requests of all connections; holds what they share."""
 
-    def __init__(self, rt: Runtime, store: Store) -> None:
+    def __init__(self, rt: Runtime, store: Store, causes: CauseFinder, pins: Pins) -> None:
         self._rt = rt
         self._store = store
+        self._causes = causes
+        self._pins = pins
         self._desk = Desk()
 
     async def run(self, request: Request, emit: Emit, stop: Stop) -> Final:
@@ -79,13 +83,24 @@ class TurnService:
         rt = self._rt
         control = TurnControl(cause=lambda: stop.cause)
         place = Place(session=turn.session, stop=stop, control=control)
-        new = NewSession(slot=rt.config.slots.main, baseline=self._baseline)
+
+        def pin(began_on: int) -> int:
+            place.slot = self._pins.pin(turn.session, began_on)
+            return place.slot
+
         async with self._desk.place(place, resume=turn.resume, when_busy=turn.when_busy, emit=emit):
+            self._causes.turn_arrives()
             await rt.facts.refresh(rt.client, rt.config, rt.registry.core_schemas())
-            async with self._store.turn(
-                turn.session, resume=turn.resume, new=new, alternate=rt.facts.alternate, gone=stop.gone
-            ) as session:
-                outcome = await run_turn(session, rt, turn.content, emit, control)
+            slot = self._pins.begin(turn.session) if not turn.resume else rt.config.slots.listed[0]
+            new = NewSession(slot=slot, baseline=self._baseline)
+            try:
+                async with self._store.turn(
+                    turn.session, resume=turn.resume, new=new, alternate=rt.facts.alternate, gone=stop.gone, pin=pin
+                ) as session:
+                    outcome = await run_turn(session, rt, turn.content, emit, control)
+            finally:
+                self._pins.forget(turn.session)
+                self._causes.turn_over(turn.session, control.spent)
             place.ending = "turn_done"
         return TurnDone(content=outcome.content, usage=outcome.usage)
 
@@ -123,15 +138,17 @@ class TurnService:
         await place.over.wait()
         cause = place.stop.cause if place.ending in CANCELLED_ENDINGS else None
         # A turn that was never let through has nothing to leave: whoever is in the slot is there by right.
-        free = place.control is None or not place.control.used_slot or await self._slot_is_free()
+        free = place.control is None or not place.control.used_slot or await self._slot_is_free(place.slot)
         return CancelDone(ending=place.ending, cause=cause, slot_free=free)
 
-    async def _slot_is_free(self) -> bool:
-        """Does the server stop showing our slot as busy within SLOT_FREE_S? True as well where it cannot be asked.
+    async def _slot_is_free(self, slot: int | None) -> bool:
+        """Does the server stop showing a slot as busy within SLOT_FREE_S? True as well where it cannot be asked.
 
         A turn of ours that is let through has seen the slot free.
         """
-        client, slot = self._rt.client, self._rt.config.slots.main
+        client = self._rt.client
+        if slot is None:
+            return True  # the turn had none yet
         since = client.looks_begun
         with trio.move_on_after(SLOT_FREE_S):
             while not client.was_idle(slot, since):
@@ -147,7 +164,12 @@ class TurnService:
     async def _fork(self, fork: Fork, stop: Stop) -> ForkDone:
         place = Place(session=fork.session, stop=stop, control=None)
         async with self._desk.place(place, resume=True, when_busy="refuse"):
-            at = await self._store.fork(fork.session, fork.from_, fork.new, slot=self._rt.config.slots.main)
+            slot = self._pins.begin(fork.new)
+            try:
+                at = await self._store.fork(fork.session, fork.from_, fork.new, slot=slot)
+                self._pins.pin(fork.new, slot)
+            finally:
+                self._pins.forget(fork.new)
             place.ending = "fork_done"
         return ForkDone(session=fork.new, from_=at)
 
@@ -159,7 +181,7 @@ class TurnService:
             pid=os.getpid(),
             server=ServerStatus(url=config.server.url, state=state),
             slots=tuple(
-                SlotStatus(id=one["id"], busy=one["is_processing"], ours=one["id"] == config.slots.main)
+                SlotStatus(id=one["id"], busy=one["is_processing"], ours=one["id"] in config.slots.listed)
                 for one in slots
                 if isinstance(one, dict) and _is_slot(one.get("id")) and type(one.get("is_processing")) is bool
             ),

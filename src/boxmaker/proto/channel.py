@@ -151,9 +151,17 @@ class Steered:
     content: UserText
 
 
+@frozen(kw_only=True)
+class Context:
+    """The session has `used` tokens of the slot's `n_ctx`, and so little room left that its end should be planned."""
+
+    used: Count
+    n_ctx: Positive
+
+
 TurnEvent: TypeAlias = (
     Queued | Waiting | Progress | Reasoning | Content | ToolCallStarted | ToolResult
-    | ThinkingCapped | Retrying | CacheLoss | Cut | Steered
+    | ThinkingCapped | Retrying | CacheLoss | Cut | Steered | Context
 )  # fmt: skip
 
 
@@ -313,6 +321,7 @@ TURN_EVENTS: TaggedCodec[TurnEvent] = TaggedCodec(
         "cache_loss": CacheLoss,
         "cut": Cut,
         "steered": Steered,
+        "context": Context,
     },
 )
 

@@ -9,13 +9,14 @@ import os
 import secrets
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from attrs import frozen
 
 from boxmaker.errors import NoSuchSession, SessionDamaged, StorageError, ValueRefused, printable
 from boxmaker.proto.ids import SessionId, parse_session_id
-from boxmaker.proto.records import LogRecord, User, decode_line
+from boxmaker.proto.records import LogRecord, SessionStart, User, decode_line
 from boxmaker.session.disk import NEW_PREFIX, sync_directory, write_new
 from boxmaker.session.replay import LogState, OutOfOrder
 from boxmaker.session.store import (
@@ -27,6 +28,10 @@ from boxmaker.session.store import (
     read_baseline,
     split_log,
 )
+
+RECENT = 64
+"""How many sessions may have used the slots last; older ones are not asked which was theirs."""
+FIRST_LINE_MAX_BYTES = 4096
 
 
 @frozen(kw_only=True)
@@ -86,6 +91,46 @@ def session_ids(sessions: Path) -> list[SessionId]:
                 found.append(parse_session_id(name))
             except ValueRefused:
                 continue
+    return found
+
+
+def newest_session(sessions: Path) -> SessionId:
+    """The session whose log was written last.
+
+    Raises:
+        StorageError: there is none, or the directory cannot be read.
+    """
+    written: list[tuple[float, SessionId]] = []
+    for session in session_ids(sessions):
+        try:
+            written.append(((sessions / session / LOG_NAME).stat().st_mtime, session))
+        except OSError:
+            continue
+    if not written:
+        raise StorageError(action="find a session in", file=sessions, reason="there is none")
+    return max(written)[1]
+
+
+def slots_in_use(sessions: Path) -> list[tuple[SessionId, int]]:
+    """The RECENT sessions that were used last, with the slots that they began on, the latest at the end.
+
+    A log that cannot be read is left out.
+
+    Raises:
+        StorageError: the directory cannot be read.
+    """
+    written: list[tuple[float, SessionId]] = []
+    for session in session_ids(sessions):
+        with suppress(OSError):
+            written.append(((sessions / session / LOG_NAME).stat().st_mtime, session))
+    found = []
+    for _, session in sorted(written)[-RECENT:]:
+        with suppress(OSError, ValueRefused):
+            fd = os.open(sessions / session / LOG_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            with open(fd, "rb") as log:
+                start = decode_line(log.readline(FIRST_LINE_MAX_BYTES))
+            if isinstance(start, SessionStart):
+                found.append((session, start.slot))
     return found
 
 

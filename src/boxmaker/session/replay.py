@@ -26,14 +26,15 @@ class OutOfOrder(Exception):
 class LogState:
     """Where a session stands after the records so far; `apply` takes the next.
 
-    `open_calls` are calls without a result, in the model's order.
+    `open_calls` are calls without a result, in the model's order; `answers` counts the completions without calls.
     """
 
     session: SessionId
     start: SessionStart | None = None
     open_calls: list[ToolCall] = field(factory=list)
     next_call: int = 0
-    _completed: bool = False
+    completions: int = 0
+    answers: int = 0
     _last_usage: Usage | None = None
     _awaits_usage: bool = False
 
@@ -61,7 +62,8 @@ class LogState:
             self._no_open_calls("assistant")
             self.open_calls = list(record.tool_calls)  # type: ignore[union-attr]  # the same
             self._last_usage = None
-            self._completed = True
+            self.completions += 1
+            self.answers += not self.open_calls
         elif kind is User:
             self._no_open_calls("user")
         elif isinstance(record, ToolResult):
@@ -78,7 +80,7 @@ class LogState:
     @property
     def last_figures(self) -> TokenFigures | None:
         """What the last completion cost: None before the first, all-None figures when its Usage is missing."""
-        if not self._completed:
+        if not self.completions:
             return None
         usage = self._last_usage
         if usage is None:

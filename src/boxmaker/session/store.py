@@ -85,10 +85,11 @@ class NewSession:
 
 
 class Session:
-    """A session that one turn has: append records, ask for the request body."""
+    """A session that one turn has, at the server's slot `slot`: append records, ask for the request body."""
 
-    def __init__(self, session: SessionId, file: Path, fd: int, disk: Disk, known: _Known) -> None:
+    def __init__(self, session: SessionId, file: Path, fd: int, disk: Disk, known: _Known, slot: int) -> None:
         self.id = session
+        self.slot = slot
         self._file = file
         self._fd = fd
         self._disk = disk
@@ -161,7 +162,7 @@ class Store:
         now: Callable[[], Timestamp],
     ) -> None:
         self.directory = home / "sessions"
-        self._disk = disk
+        self.disk = disk
         self._memory_bytes = memory_bytes
         self._fixed = fixed
         self._now = now
@@ -178,11 +179,13 @@ class Store:
         new: NewSession,
         alternate: bool,
         gone: Callable[[], bool] = lambda: False,
+        pin: Callable[[int], int] | None = None,
     ) -> AsyncIterator[Session]:
         """Have a session for one turn; it is free again when the block is left.
 
         `resume` says whether the session must exist, or must not: then it is created as `new` says.
-        `gone` tells others whether this turn's channel has left: they wait for such a turn.
+        `gone` tells others whether this turn's channel has left: they wait for such a turn. `pin` gives this turn's
+        slot, told the one that the session began on; without it that is the one in the fixed fields.
 
         Raises:
             SessionExists, NoSuchSession, SessionBusy, SessionDamaged, StorageError: nothing has changed.
@@ -195,7 +198,11 @@ class Store:
                 await self._create(session, new)
             fd, known = await self._open(session, alternate)
             try:
-                yield Session(session, self._log(session), fd, self._disk, known)
+                assert known.state.start is not None  # a log without it is refused
+                began_on = known.state.start.slot
+                slot = pin(began_on) if pin is not None else self._fixed.get("id_slot", began_on)
+                known.encoder.pin(slot)
+                yield Session(session, self._log(session), fd, self.disk, known, slot)
             finally:
                 os.close(fd)  # and with it goes the flock
                 self._keep(session, known)
@@ -226,7 +233,7 @@ class Store:
             start = SessionStart(time=started, session=session, epoch=0, slot=new.slot, baseline=baseline_hash(raw))
             self._place(session, raw, encode_line(start))
 
-        await self._disk.run(create)
+        await self.disk.run(create)
         self._take_kept(session)  # of one that was removed; its inode number may be used again
 
     def _place(self, session: SessionId, baseline: bytes, log: bytes) -> None:
@@ -264,7 +271,7 @@ class Store:
                 os.close(fd)
             return cut.at
 
-        at = await self._disk.run(fork)
+        at = await self.disk.run(fork)
         self._take_kept(new)  # of one that was removed
         return at
 
@@ -296,7 +303,7 @@ class Store:
                 os.close(fd)
                 raise
 
-        return await self._disk.run(open_log)
+        return await self.disk.run(open_log)
 
     def _sync_names(self, session: SessionId) -> None:
         """Make the log's name durable: a repair may have put the log there and been killed before it synced."""

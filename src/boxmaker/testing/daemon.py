@@ -19,7 +19,9 @@ from boxmaker.config import Config, load_config
 from boxmaker.inference.client import Client
 from boxmaker.inference.facts import ServerFacts
 from boxmaker.inference.request import fixed_fields
+from boxmaker.loopd.causes import CauseFinder
 from boxmaker.loopd.home import prepare_home
+from boxmaker.loopd.pins import Pins
 from boxmaker.loopd.serve import MIB
 from boxmaker.loopd.turns import TurnService
 from boxmaker.proto.channel import Turn, TurnDone, WireError
@@ -28,6 +30,7 @@ from boxmaker.proto.ids import SessionId, parse_session_id
 from boxmaker.proto.records import LogRecord, decode_line
 from boxmaker.proto.time import Timestamp, timestamp
 from boxmaker.session.disk import Disk, InlineDisk
+from boxmaker.session.logs import slots_in_use
 from boxmaker.session.store import LOG_NAME, Store
 from boxmaker.tools.fake import FakeTools, fake_registry
 from boxmaker.tools.port import ToolPort
@@ -61,6 +64,8 @@ class Daemon:
     rt: Runtime
     nursery: trio.Nursery
     service: TurnService
+    causes: CauseFinder
+    pins: Pins
     closing: Closing = field(factory=Closing)
 
     async def connect(self, *, send_buffer_bytes: int | None = None) -> trio.SocketStream:
@@ -162,5 +167,8 @@ async def running_daemon(
             now=now,
         )
         async with trio.open_nursery() as nursery:
-            yield Daemon(config, client, store, rt, nursery, TurnService(rt, store))
+            causes = CauseFinder(client, rt.facts, store.disk, store.directory)
+            nursery.start_soon(causes.run)
+            pins = Pins(config.slots.listed, slots_in_use(store.directory))
+            yield Daemon(config, client, store, rt, nursery, TurnService(rt, store, causes, pins), causes, pins)
             nursery.cancel_scope.cancel()

@@ -18,7 +18,8 @@ import trio
 from attrs import frozen
 
 from boxmaker.errors import InferenceError, InternalError, SessionFull, StorageError, TurnLimit
-from boxmaker.inference.cache import Loss, TokenFigures, cache_outcome
+from boxmaker.inference.cache import Loss, TokenFigures, Unknown, cache_outcome, expected_tokens
+from boxmaker.inference.cause import SlotSeen
 from boxmaker.inference.client import Look
 from boxmaker.inference.completion import Completion
 from boxmaker.inference.request import ChatRequest
@@ -29,7 +30,7 @@ from boxmaker.proto.chat import ChatEvent, Figures, Queued, Retrying, ToolCallDe
 from boxmaker.session.store import Session
 from boxmaker.tools import endings
 from boxmaker.turn.calls import Calls
-from boxmaker.turn.runtime import Emit, Runtime
+from boxmaker.turn.runtime import Emit, Runtime, Spent
 from boxmaker.turn.steering import TurnControl
 
 CLEANUP_S = 5.0
@@ -99,10 +100,11 @@ class _Turn:
         self._rt = rt
         self._emit = emit
         self._control = control
-        self._slot = rt.config.slots.main
+        self._slot = session.slot
         self.hold = rt.client.hold(self._slot)
         self.hold.on_use = self._slot_used
         self.calls = Calls(session, rt, emit)
+        self._told_context = False
 
     async def run(self, content: str) -> TurnOutcome:
         if self._session.state.open_calls:
@@ -166,13 +168,15 @@ class _Turn:
         """Get one completion, and append it with its usage."""
         self._control.phase = "waiting"
         before = self._session.state.last_figures
-        request = ChatRequest(slot=self._slot, body=self._session.request_body())
+        request = ChatRequest(slot=self._slot, body=self._session.request_body(), session=self._session.id)
         try:
             completion = await self._rt.client.chat_with_retry(request, self.hold, self._emit_chat, look)
         except InferenceError as exc:
             if is_context_full(exc):
-                raise SessionFull(message=exc.message) from exc
+                fork = self._session.id if self._session.state.answers else None
+                raise SessionFull(message=exc.message, fork=fork) from exc
             raise
+        evidence = self._rt.client.record.completed(self._slot, self._session.id)
         self._rt.facts.saw_model(completion.model)
         now = self._rt.now()
         figures = figures_of(completion)
@@ -193,15 +197,36 @@ class _Turn:
             ),
         ]
         events: list[TurnEvent] = [channel.Cut(reason=completion.cut)] if completion.cut else []
+        lost: int | None = 0
         if before is not None:
             current = TokenFigures(
                 cache_n=completion.cache_n, prompt_n=completion.prompt_n, predicted_n=completion.predicted_n
             )
             outcome = cache_outcome(before, current)
+            if isinstance(outcome, Unknown):
+                lost = None
             if isinstance(outcome, Loss):
+                lost = outcome.expected - outcome.got
                 written.append(records.CacheLoss(time=now, expected=outcome.expected, got=outcome.got))
                 events.append(channel.CacheLoss(expected=outcome.expected, got=outcome.got))
         await self._session.append(*written)
+        self._control.spent.append(
+            Spent(
+                time=now,
+                completion=self._session.state.completions,
+                slot=self._slot,
+                cached=completion.cache_n,
+                read=completion.prompt_n,
+                generated=completion.predicted_n,
+                expected=expected_tokens(before) if before is not None else None,
+                lost=lost,
+                prefill_ms=completion.prefill_ms,
+                model=completion.model,
+                evidence=evidence,
+                body=request.body if lost else None,
+            )
+        )
+        events += self._context(figures, evidence.seen)
         if events:
             await self._emit(events)
         return completion
@@ -210,6 +235,16 @@ class _Turn:
         """A request leaves for the server."""
         self._control.phase = "model"
         self._control.used_slot = True
+
+    def _context(self, figures: Figures, seen: SlotSeen | None) -> list[TurnEvent]:
+        """Say once a turn that the slot is nearly full; by the server's own figures, or not at all."""
+        n_ctx = seen.n_ctx if seen is not None and seen.n_ctx else self._rt.facts.n_ctx
+        counts = (figures.cache_n, figures.prompt_n, figures.predicted_n)
+        used = sum(n for n in counts if n is not None)
+        if self._told_context or n_ctx is None or None in counts or used < self._rt.config.session.warn_at * n_ctx:
+            return []
+        self._told_context = True
+        return [channel.Context(used=used, n_ctx=n_ctx)]
 
     async def _emit_chat(self, events: Sequence[ChatEvent]) -> None:
         """Pieces of calls are dropped: the channel is told of whole calls."""

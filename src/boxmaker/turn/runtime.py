@@ -1,4 +1,4 @@
-"""What a turn needs besides its session."""
+"""What a turn needs besides its session, and what it leaves to be told of its completions."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from attrs import frozen
 
 from boxmaker.config import Config
+from boxmaker.inference.cause import Evidence
 from boxmaker.inference.client import Client
 from boxmaker.inference.facts import ServerFacts
 from boxmaker.proto.channel import TurnEvent
@@ -28,6 +29,27 @@ class Runtime:
     port: ToolPort
     registry: Registry
     now: Callable[[], Timestamp]
+
+
+@frozen(kw_only=True)
+class Spent:
+    """One completion that is in the log as its number `completion`, and what was seen around it.
+
+    Figures are tokens, None when the server sent none. `body` is its request, kept for a loss alone.
+    """
+
+    time: Timestamp
+    completion: int
+    slot: int
+    cached: int | None
+    read: int | None
+    generated: int | None
+    expected: int | None
+    lost: int | None
+    prefill_ms: int | None
+    model: str | None
+    evidence: Evidence
+    body: bytes | None
 
 
 async def tell_nobody(_: Sequence[TurnEvent]) -> None:

@@ -1,4 +1,4 @@
-"""What is said to a turn from outside while it runs: texts that join it, and why it is cancelled.
+"""What a running turn shares with others: texts that join it, why it is cancelled, what its completions cost.
 
 Laws:
 * A text is in the log before its sender is told so; a sender that is told anything else has left nothing in it.
@@ -13,6 +13,7 @@ import trio
 from attrs import define, field
 
 from boxmaker.proto.channel import CancelCause, Phase
+from boxmaker.turn.runtime import Spent
 
 
 @define(eq=False)
@@ -81,3 +82,5 @@ class TurnControl:
     phase: Phase = "starting"
     used_slot: bool = False
     """A request of the turn has gone to the server."""
+    spent: list[Spent] = field(factory=list)
+    """Its completions that are in the log."""

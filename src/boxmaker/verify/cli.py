@@ -53,7 +53,7 @@ def main(config_file: Path | None, demo: bool, as_json: bool) -> None:
             held = trio.run(verify_demo, Path(directory), say)
         else:
             config = load_config(config_file, os.environ)
-            slot = f"slot {config.slots.main} of {config.server.url}"
+            slot = f"slot {config.slots.listed[0]} of {config.server.url}"
             click.echo(f"verify: uses {slot}; what your session has cached there is read again afterwards", err=True)
             if holder := lock_holder(config.paths.home):
                 click.echo(f"verify: a loopd ({holder}) serves this home; do not talk to it meanwhile", err=True)

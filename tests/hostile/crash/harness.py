@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -168,6 +169,9 @@ class Place:
         """Be what a crash has left; from now on all of that is on the disk."""
         lay(self.root, tree)
         self._journals += 1
+        # another way to go on from the same crash may have had this number: its inodes are not ours
+        self.journal.unlink(missing_ok=True)
+        shutil.rmtree(self.keep, ignore_errors=True)
         self._on_disk = True
 
     def known(self, tree: Tree, told: Told) -> str:

@@ -1,0 +1,268 @@
+"""Why were tokens lost that could have been in the cache? A judgement from what was seen; pure.
+
+Laws:
+* A cause is named only with its proof; without one it is `restarted_or_foreign` or `unknown`.
+* What is proven of the slot comes first: a slot that somebody else has emptied says nothing about the template.
+* A slot that still holds as many tokens as we left, and that no other session of ours had, is undisturbed: then only
+  `template` and `reread` are left.
+
+Source: design.md, "Where the tokens went"; `/slots` as measured (`../shared/llama-server.md`, 5 and 6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from attrs import define, field, frozen
+
+from boxmaker.proto.codec import JsonObject, dumps
+from boxmaker.proto.ledger import CauseName
+
+SHOWN_CHARACTERS = 80
+"""How much of a differing text is kept."""
+
+
+@frozen(kw_only=True)
+class SlotSeen:
+    """An idle slot as `/slots` lists it.
+
+    `used`: a request has used it since the server began. `task` numbers the server's requests from its beginning,
+    `held` is how many tokens it holds; None for what is not listed.
+    """
+
+    used: bool
+    task: int | None
+    held: int | None
+    n_ctx: int | None
+
+
+def slot_seen(entry: dict[str, Any]) -> SlotSeen:
+    """Read an entry of `/slots`: a slot that was never used has no `id_task`, or -1."""
+    task, held = _count(entry.get("id_task")), _count(entry.get("n_prompt_tokens"))
+    return SlotSeen(used=task is not None or held is not None, task=task, held=held, n_ctx=_count(entry.get("n_ctx")))
+
+
+def _count(value: object) -> int | None:
+    return value if type(value) is int and value >= 0 else None
+
+
+@frozen(kw_only=True)
+class Evidence:
+    """What was seen of a slot between two completions of a session.
+
+    `seen` is the last look before the request. `shows_use`: this server is known to list what was used. `task_before`
+    is the slot's `task` at the look before that one. `watched`: we have seen the earlier completion (the daemon was not
+    started after it). Since then `other` is the session that used the slot last, if another one did, and `tries` counts
+    this session's own requests to it, this one included.
+    """
+
+    seen: SlotSeen | None = None
+    shows_use: bool = False
+    task_before: int | None = None
+    watched: bool = False
+    other: str | None = None
+    tries: int = 1
+
+
+@define
+class _Since:
+    """What happened at a slot since a session's last completion there."""
+
+    watched: bool = False
+    other: str | None = None
+    tries: int = 0
+
+
+@define
+class _Slot:
+    seen: SlotSeen | None = None
+    task: int | None = None
+    task_before: int | None = None
+    sessions: dict[str, _Since] = field(factory=dict)
+
+
+class SlotRecord:
+    """Our own record of who used which slot, and how `/slots` showed it before each request."""
+
+    def __init__(self) -> None:
+        self._slots: dict[int, _Slot] = {}
+        self.shows_use = False
+
+    def looked(self, slot: int, seen: SlotSeen) -> None:
+        """A look has found the slot free."""
+        known = self._slots.setdefault(slot, _Slot())
+        known.seen = seen
+        known.task_before, known.task = known.task, seen.task
+        self.shows_use = self.shows_use or seen.used
+
+    def began(self, slot: int, session: str) -> None:
+        """A request of a session goes to the slot now."""
+        known = self._slots.setdefault(slot, _Slot())
+        known.sessions.setdefault(session, _Since()).tries += 1
+        for other, since in known.sessions.items():
+            if other != session:
+                since.other = session
+
+    def completed(self, slot: int, session: str) -> Evidence:
+        """The session has its completion; give what was seen since the one before."""
+        known = self._slots[slot]
+        since = known.sessions[session]
+        known.sessions[session] = _Since(watched=True)
+        seen, known.seen = known.seen, None  # a look counts for the request that follows it
+        return Evidence(
+            seen=seen,
+            shows_use=self.shows_use,
+            task_before=known.task_before,
+            watched=since.watched,
+            other=since.other,
+            tries=since.tries,
+        )
+
+
+@frozen(kw_only=True)
+class ServerKnown:
+    """What a session's completion was made with; None for what is not known."""
+
+    model: str | None
+    n_ctx: int | None
+    slot: int
+
+
+@frozen(kw_only=True)
+class Verdict:
+    """A cause, and what is to be said of it."""
+
+    cause: CauseName
+    detail: JsonObject = field(factory=dict)
+
+
+@frozen(kw_only=True)
+class LossFacts:
+    """What is known of a loss before the server is asked; `before` is None when we have not seen that completion."""
+
+    expected: int
+    got: int
+    before: ServerKnown | None
+    now: ServerKnown
+    evidence: Evidence
+
+
+def changed(what: str, was: object, now: object) -> Verdict | None:
+    """The cause `model`, when both are known and differ."""
+    if was is None or now is None or was == now:
+        return None
+    return Verdict(cause="model", detail={"what": what, "was": was, "now": now})
+
+
+def undisturbed(facts: LossFacts) -> bool:
+    """Did the slot hold as many tokens as we left there, just before the request?
+
+    After another session of ours that proves nothing: sessions of one kind grow alike, to the token (seen).
+    """
+    seen = facts.evidence.seen
+    return facts.evidence.other is None and seen is not None and seen.held == facts.expected
+
+
+def proven(facts: LossFacts) -> Verdict | None:
+    """The cause that our own record and the looks at the slot prove; None when the prompts must be compared."""
+    before, now, evidence = facts.before, facts.now, facts.evidence
+    seen = evidence.seen
+    if before is not None:
+        other = changed("model", before.model, now.model) or changed("n_ctx", before.n_ctx, now.n_ctx)
+        if other is not None:
+            return other
+        if before.slot != now.slot:
+            return Verdict(cause="evicted", detail={"session": None, "slot_before": before.slot})
+    if evidence.other is not None:
+        return Verdict(cause="evicted", detail={"session": evidence.other})
+    if seen is None or undisturbed(facts):
+        return None
+    if evidence.shows_use and not seen.used:
+        return Verdict(cause="restarted")
+    if evidence.watched and evidence.tries == 1 and seen.held is not None:
+        if seen.task is not None and evidence.task_before is not None and seen.task < evidence.task_before:
+            return Verdict(cause="restarted")
+        return Verdict(cause="foreign", detail={"held": seen.held})
+    return None
+
+
+def may_be_unused(facts: LossFacts) -> bool:
+    """Was the slot listed as never used, by a server of which we do not know yet whether it lists that?"""
+    seen = facts.evidence.seen
+    return seen is not None and not seen.used and facts.got == 0
+
+
+def unproven(facts: LossFacts, *, extension: bool) -> Verdict:
+    """The cause when none is proven otherwise; `extension`: the rendered prompt is known to be one."""
+    if not undisturbed(facts):
+        return Verdict(cause="restarted_or_foreign" if facts.evidence.tries == 1 else "unknown")
+    return Verdict(cause="reread" if extension else "unknown")
+
+
+def last_reply(messages: Sequence[dict[str, Any]], note: str) -> int | None:
+    """Where the last completion's reply stands in a request: the last assistant message that is not our `note`."""
+    for at in range(len(messages) - 1, -1, -1):
+        if messages[at].get("role") == "assistant" and messages[at].get("content") != note:
+            return at
+    return None
+
+
+def compare_prompts(before: str, after: str, messages: Sequence[dict[str, Any]], reply: int) -> Verdict | None:
+    """Is a rendered prompt an extension of the one before and of what was answered to it? Then None.
+
+    `before` is the rendering of the messages up to the one at `reply`, `after` that of all of them. The reply was
+    generated behind `before`, so `after` must go on with its reasoning and its content.
+    """
+    if not after.startswith(before):
+        at = _common(before, after)
+        return _template(_message_at(at, before, messages[:reply], reply), messages, before[at:], after[at:])
+    rest = after[len(before) :]
+    for text in _texts(messages[reply]):
+        if _end_of(text, rest, 0) is None:
+            return _template(reply, messages, text, rest)
+    return None
+
+
+def _template(at: int, messages: Sequence[dict[str, Any]], was: str, now: str) -> Verdict:
+    detail = {
+        "message": at + 1,
+        "role": messages[at].get("role"),
+        "was": was[:SHOWN_CHARACTERS],
+        "now": now[:SHOWN_CHARACTERS],
+    }
+    return Verdict(cause="template", detail=detail)
+
+
+def _texts(message: dict[str, Any]) -> list[str]:
+    """What a template prints of a message as it stands: reasoning first; templates trim at the ends."""
+    found = (message.get("reasoning_content"), message.get("content"))
+    return [text.strip() for text in found if isinstance(text, str) and text.strip()]
+
+
+def _message_at(at: int, prompt: str, messages: Sequence[dict[str, Any]], behind: int) -> int:
+    """Which message a place in a prompt belongs to; `behind` when it stands after the last of them."""
+    begin = 0
+    for number, message in enumerate(messages):
+        for text in _texts(message):
+            begin = _end_of(text, prompt, begin) or begin
+        if at < begin:
+            return number
+    return behind
+
+
+def _end_of(text: str, prompt: str, begin: int) -> int | None:
+    """Where a text ends in a prompt, from `begin` on, as it is or as JSON; None where it is not."""
+    for form in (text, dumps(text)[1:-1]):
+        found = prompt.find(form, begin)
+        if found >= 0:
+            return found + len(form)
+    return None
+
+
+def _common(one: str, other: str) -> int:
+    """How many characters two texts have in common; `one` is no prefix of `other`."""
+    at = 0
+    while at < len(other) and one[at] == other[at]:
+        at += 1
+    return at
