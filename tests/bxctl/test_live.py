@@ -222,3 +222,59 @@ def test_wait_and_replace_are_asked_for(short_dir: Path, how: str) -> None:
     both = chat(short_dir / "s", "--wait", "--replace", "--say", "x")
     assert both.exit_code == 2
     assert "--wait or --replace, not both" in both.stderr
+
+
+def test_lines_pasted_into_a_session_that_is_not_there_yet_are_all_sent(short_dir: Path) -> None:
+    """The first try is refused, and the turn is sent again as a new session's: what was read meanwhile stays."""
+    missing: Script = [Wait(), error("no_such_session", "there is no session s1")]
+    with scripted_loopd(short_dir / "s", missing, [done("A.")], [done("B.")], [done("C.")]) as loopd:
+        with terminal(short_dir / "s", *QUIET, environ=PLAIN_SIZE) as screen:
+            begin(screen, "one\ntwo\nthree")
+            assert loopd.wait_for("turn", 1)
+            loopd.go_on.set()
+            screen.read_until("C.\n> ")
+    assert [request["content"] for request in loopd.requests] == ["one", "one", "two", "three"]
+    assert {kind for kind, _ in loopd.asked} == {"turn"}
+
+
+def test_before_the_turn_has_begun_nothing_is_said_to_the_one_that_runs(short_dir: Path) -> None:
+    """It may be another client's: the line waits, and joins when the first event of ours has come."""
+    script: Script = [
+        event("queued", ahead=1),
+        Wait(),
+        event("content", text="So far"),
+        Until("steer"),
+        event("steered", content="mine"),
+        done("Ah."),
+    ]
+    with scripted_loopd(short_dir / "s", script) as loopd:
+        loopd.answers["steer"] = [[final("steered")]]
+        with terminal(short_dir / "s", "--wait", *QUIET, environ=PLAIN_SIZE) as screen:
+            begin(screen)
+            screen.read_until("1 ahead")
+            screen.type("mine\n/fork\n")
+            screen.read_until("a turn runs: /fork")  # so the line before it has been taken
+            assert [kind for kind, _ in loopd.asked] == ["turn"]
+            loopd.go_on.set()
+            screen.read_until("[joined: mine]")
+    assert [kind for kind, _ in loopd.asked] == ["turn", "steer"]
+
+
+def test_a_line_that_was_typed_before_the_turn_has_begun_is_not_sent_when_the_owner_leaves(short_dir: Path) -> None:
+    with scripted_loopd(short_dir / "s", [event("queued", ahead=1), Hang()]) as loopd:
+        with terminal(short_dir / "s", "--wait", *QUIET, environ=PLAIN_SIZE) as screen:
+            begin(screen)
+            screen.read_until("1 ahead")
+            screen.type("mine\n/cancel\n")
+            screen.read_until("[did not join, and is not sent: mine]\n> ")
+    assert [kind for kind, _ in loopd.asked] == ["turn"]
+
+
+def test_ctrl_c_before_the_turn_has_begun_leaves_and_cancels_nobody(short_dir: Path) -> None:
+    with scripted_loopd(short_dir / "s", [Hang()], [done("Hi.")]) as loopd:
+        with terminal(short_dir / "s", *QUIET, environ=PLAIN_SIZE) as screen:
+            begin(screen)
+            assert loopd.wait_for("turn", 1)
+            screen.type("\x03")
+            screen.read_until("> ")
+    assert [kind for kind, _ in loopd.asked] == ["turn"]

@@ -504,3 +504,73 @@ async def test_a_server_that_is_away_or_silent_is_unreachable(tmp_path: Path, au
     async with running_daemon(tmp_path, server.url) as daemon, trio.open_nursery() as nursery:
         peer = await Room(daemon, nursery).ask(channel.Status())
         assert peer.final.server.state == "unreachable"
+
+
+async def test_a_turn_that_was_never_let_through_leaves_no_slot_behind(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """The slot is busy with another turn of ours, by right."""
+    async with scripted_server([Send(HALF), Hang()]) as server, running_daemon(tmp_path, server.url) as daemon:
+        async with trio.open_nursery() as nursery:
+            room = Room(daemon, nursery)
+            await room.ask(channel.Turn(session=SessionId("other"), content="x", resume=False))
+            server.slots = [{"id": 0, "is_processing": True}]
+            await room.turn("one", resume=False)
+            began = trio.current_time()
+            found = await room.cancel()
+            assert found.final == CancelDone(ending="cancelled", cause="owner", slot_free=True)
+            assert trio.current_time() == began
+            nursery.cancel_scope.cancel()
+
+
+async def test_the_age_of_a_turn_begins_when_it_is_handed_the_session(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """Asked for in the very moment of it, before the turn itself has come to run."""
+    desk = Desk()
+    first, second = (Place(session=S, stop=Stop(), control=TurnControl()) for _ in range(2))
+    ages: list[int] = []
+    await trio.sleep(100)
+
+    async def wait() -> None:
+        async with desk.place(second, resume=True, when_busy="wait"):
+            pass
+
+    async with trio.open_nursery() as nursery:
+        async with desk.place(first, resume=True, when_busy="refuse"):
+            nursery.start_soon(wait)
+            await trio.sleep(7)
+            ages += [one.age_ms for one in desk.status()]
+        ages += [one.age_ms for one in desk.status()]
+    assert ages == [7000, 0]
+
+
+async def test_a_turn_is_with_the_model_once_its_request_has_left(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async with scripted_server([Hang()]) as server, running_daemon(tmp_path, server.url) as daemon:
+        async with trio.open_nursery() as nursery:
+            room = Room(daemon, nursery)
+            phases = []
+            server.slots = [{"id": 0, "is_processing": True}]
+            await room.turn("one", resume=False)
+            for _ in range(2):
+                found = (await room.ask(channel.Status())).final
+                assert isinstance(found, StatusDone)
+                phases += [one.phase for one in found.sessions]
+                server.slots = [{"id": 0, "is_processing": False}]
+                await trio.sleep(5)
+            assert phases == ["waiting", "model"]
+            nursery.cancel_scope.cancel()
+
+
+async def test_a_refused_fork_forgets_nothing_of_what_is_kept(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async with scripted_server(answer("one")) as server, running_daemon(tmp_path, server.url) as daemon:
+        async with trio.open_nursery() as nursery:
+            room = Room(daemon, nursery)
+            await room.turn("one", resume=False)
+            store = daemon.store
+            kept, counted = dict(store._kept), store._kept_bytes
+            assert counted > 0
+            for _ in range(3):
+                assert (await room.ask(channel.Fork(session=S, from_=None, new=S))).final.code == "session_exists"
+                assert (await room.turn("two", resume=False)).final.code == "session_exists"
+            assert (store._kept, store._kept_bytes) == (kept, counted)

@@ -27,6 +27,7 @@ KILLED = "Interrupted: boxmaker failed while the call may have been running; its
 INTERRUPTED = "Interrupted: the call was running when the turn ended; its outcome is unknown."
 STOPPED = "Not run: boxmaker was stopped before this call."
 NOT_RUN = "Not run: the turn ended before this call."
+OVER_TIME = "Not run: the turn's time was over before this call."
 
 
 def calls(*names: str) -> bytes:
@@ -310,3 +311,52 @@ async def test_after_a_kill_a_call_that_may_have_begun_is_not_said_not_to_have(
             await daemon.ask("s", "and now?", resume=True)
             texts = [text for _, text in results(daemon)]
             assert texts == [KILLED if sign == "+" else STOPPED for sign in running]
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize(
+    ("how", "text", "ending"),
+    [
+        ("owner", "", "cancelled"),
+        ("call_s", "[tools]\ncall_s = 5\n", "turn_done"),
+        ("turn_s", "[loop]\nturn_s = 5\n", "turn_limit"),
+    ],
+)
+async def test_a_port_that_fails_while_it_is_cancelled_changes_nothing(
+    tmp_path: Path, autojump_clock: MockClock, how: str, text: str, ending: str, beside: bool
+) -> None:
+    """Its own nursery gives the cancel and its fault as one group."""
+
+    class Failing:
+        def runs_beside(self, request: ToolRequest) -> bool:
+            return beside
+
+        async def call(self, request: ToolRequest) -> ToolResponse:
+            async def fails() -> None:
+                try:
+                    await trio.sleep_forever()
+                finally:
+                    raise ValueError("its clean-up")
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(fails)
+                await trio.sleep_forever()
+            raise AssertionError("it ends by a cancel alone")
+
+    async with scripted_server(calls("p1", "p2"), ANSWER) as server:
+        async with running_daemon(tmp_path, server.url, text, port=Failing()) as daemon:
+            async with trio.open_nursery() as nursery:
+                running = await begin(daemon, nursery)
+                if how == "owner":
+                    stream = await daemon.connect()
+                    async with stream:
+                        await stream.send_all(encode_request(Cancel(session=S, cause="owner")))
+                        await running.over.wait()
+                await running.over.wait()
+            last = running.answers[-1]
+            assert (last.code.value if isinstance(last, WireError) else "turn_done") == ending
+            unknown = ["Interrupted: the call took longer than it may; its outcome is unknown."] * 2
+            if how != "call_s":
+                other = INTERRUPTED if beside else {"owner": NOT_RUN, "turn_s": OVER_TIME}[how]
+                unknown = [INTERRUPTED, other]
+            assert [content for _, content in results(daemon)] == unknown
