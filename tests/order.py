@@ -394,7 +394,8 @@ class Model:
             "untrusted": untrusted,
             "truncated": truncated,
         })  # fmt: skip
-        self.tell("tool_result", **{"name": call["name"].strip(), "class": kind, "truncated": truncated})
+        mark = {"untrusted": True} if untrusted else {}
+        self.tell("tool_result", **{"name": call["name"].strip(), "class": kind, "truncated": truncated}, **mark)
 
     def _work(self, call: Json, tools: Iterator[Response]) -> None:
         text = answered_here(call["name"].strip(), call["arguments"])

@@ -658,7 +658,7 @@ async def test_a_result_over_the_cap_is_cut_at_a_character(tmp_path: Path, autoj
         log = daemon.log("s")
     expected = "é" * 128 + "[truncated]"
     assert result(0, "a", expected, class_="private", untrusted=True, truncated=True) in log
-    assert finished("clock", "private", truncated=True) in answers
+    assert channel.ToolResult(name="clock", class_="private", truncated=True, untrusted=True) in answers
     assert messages(server, 1)[-1]["content"] == expected
 
 

@@ -195,6 +195,7 @@ LINES = [
     (CALL, "[calls clock]"),
     (ToolResult(name="clock", class_="private", truncated=False), "[result of clock: private]"),
     (ToolResult(name="clock", class_="public", truncated=True), "[result of clock: truncated]"),
+    (ToolResult(name="web", class_="public", truncated=False, untrusted=True), "[result of web: untrusted]"),
     (ToolResult(name="clock", class_="secret", truncated=True), "[result of clock: secret, truncated]"),
     (ThinkingCapped(tokens=4096), "[thinking capped after 4096 tokens]"),
     (CacheLoss(expected=100, got=30), "[lost 70 cached tokens (bxctl why)]"),

@@ -98,11 +98,11 @@ def one_of(*words: str) -> Judge:
 
 
 def fields(**judges: Judge) -> Judge:
-    """An object with exactly these keys; a trailing `_` is not part of the name; `when_busy` is optional."""
+    """An object with exactly these keys; a trailing `_` is not part of the name; those with a default are optional."""
     named = {key.removesuffix("_"): judge for key, judge in judges.items()}
 
     def check(value: Any) -> bool:
-        if type(value) is not dict or not set(named) - {"when_busy"} <= set(value) <= set(named):
+        if type(value) is not dict or not set(named) - {"when_busy", "untrusted"} <= set(value) <= set(named):
             return False
         return all(named[key](value[key]) for key in value)
 
@@ -139,7 +139,7 @@ EVENTS: dict[str, Judge] = {
     "reasoning": fields(text=text),
     "content": fields(text=text),
     "tool_call_started": fields(name=text),
-    "tool_result": fields(name=text, class_=one_of("public", "private", "secret"), truncated=flag),
+    "tool_result": fields(name=text, class_=one_of("public", "private", "secret"), truncated=flag, untrusted=flag),
     "thinking_capped": fields(tokens=count),
     "retrying": fields(attempt=positive, after_ms=count, error=text),
     "cache_loss": fields(expected=count, got=count),
@@ -227,7 +227,7 @@ def answer_of(payload: bytes) -> tuple[str, Any]:
         if type(name) is str and name not in EVENTS:
             return "ignored", None
         if type(name) is str and EVENTS[name](event):
-            return name, event
+            return name, ({"untrusted": False, **event} if name == "tool_result" else event)
     return "bad_request", None
 
 
@@ -318,7 +318,8 @@ def seeds() -> list[bytes]:
 
 KEYS = (
     "v", "kind", "final", "body", "session", "content", "resume", "event", "type", "text", "usage", "code", "message",
-    "detail", "name", "class", "truncated", "ahead", "slot_busy", "tokens", "reason", "attempt", "after_ms", "error",
+    "detail", "name", "class", "truncated", "untrusted", "ahead", "slot_busy", "tokens", "reason", "attempt",
+    "after_ms", "error",
     "cache_n", "prompt_n", "predicted_n", "reasoning_tokens", "thinking_capped", "path", "class_", "when_busy", "cause",
     "from", "new", "from_", "ending", "slot_free",
 )  # fmt: skip

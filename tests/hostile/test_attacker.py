@@ -333,7 +333,8 @@ async def test_a_result_that_is_marked_stays_marked(
     [record] = [record for record in after.records if isinstance(record, ToolResultRecord)]
     assert (record.class_, record.untrusted, record.truncated) == (class_, True, size > 16384)
     told = [answer for answer in after.answers if isinstance(answer, ToolResult | ToolCallStarted)]
-    assert told == [ToolCallStarted(name="clock"), ToolResult(name="clock", class_=class_, truncated=size > 16384)]
+    result = ToolResult(name="clock", class_=class_, truncated=size > 16384, untrusted=True)
+    assert told == [ToolCallStarted(name="clock"), result]
     head = f"[result 0 of clock{'' if class_ == 'public' else f', {class_}'}, untrusted"
     assert head in log_of(tmp_path / "home" / "sessions")
 

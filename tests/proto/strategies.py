@@ -86,7 +86,7 @@ turn_events: st.SearchStrategy[TurnEvent] = st.one_of(
     st.builds(chat.Reasoning, text=texts),
     st.builds(chat.Content, text=texts),
     st.builds(channel.ToolCallStarted, name=texts),
-    st.builds(channel.ToolResult, name=texts, class_=classes, truncated=flags),
+    st.builds(channel.ToolResult, name=texts, class_=classes, truncated=flags, untrusted=flags),
     st.builds(chat.ThinkingCapped, tokens=counts),
     st.builds(chat.Retrying, attempt=positives, after_ms=counts, error=texts),
     st.builds(channel.CacheLoss, expected=counts, got=counts),

@@ -116,6 +116,7 @@ ANSWERS: dict[str, Answer] = {
     "events/content.unusual": Content(text='\u2029"\\/\b\f\n\r\t\x1f\U0001f600\x7f\x01'),
     "events/tool_call_started": ToolCallStarted(name="clock"),
     "events/tool_result": ToolResult(name="clock", class_="public", truncated=False),
+    "events/tool_result.untrusted": ToolResult(name="web", class_="private", truncated=True, untrusted=True),
     "events/thinking_capped": ThinkingCapped(tokens=4096),
     "events/retrying": Retrying(attempt=2, after_ms=412, error="the server answered 503: no slot is free – try later"),
     "events/cache_loss": CacheLoss(expected=1019, got=0),

@@ -100,10 +100,11 @@ class Renderer:
             case ToolCallStarted(name=name):
                 self._flush_completion()
                 self.status(f"calls {name}")
-            case ToolResult(name=name, class_=class_, truncated=truncated):
+            case ToolResult(name=name, class_=class_, truncated=truncated, untrusted=untrusted):
                 self._flush_completion()
                 self._begin_completion()
-                notes = [note for note, on in ((class_, class_ != "public"), ("truncated", truncated)) if on]
+                marks = ((class_, class_ != "public"), ("untrusted", untrusted), ("truncated", truncated))
+                notes = [note for note, on in marks if on]
                 if notes:
                     self.status(f"result of {name}: {', '.join(notes)}")
             case Queued(ahead=ahead):

@@ -122,11 +122,15 @@ class ToolCallStarted:
 
 @frozen(kw_only=True)
 class ToolResult:
-    """A call has its result in the log; text sent before this event stays."""
+    """A call has its result in the log; text sent before this event stays.
+
+    `untrusted` says that the result came from outside; it is left out of the frame when it is false.
+    """
 
     name: str
     class_: ResultClass
     truncated: bool
+    untrusted: bool = False
 
 
 @frozen(kw_only=True)

@@ -195,7 +195,9 @@ class Calls:
                 truncated=truncated,
             )
         )
-        return channel.ToolResult(name=call.name.strip(), class_=result.class_, truncated=truncated)
+        return channel.ToolResult(
+            name=call.name.strip(), class_=result.class_, truncated=truncated, untrusted=result.untrusted
+        )
 
     async def answer_all(self, text: str, emit: Emit | None = None) -> None:
         """Give every call that has no result yet the same one, in the model's order."""
