@@ -218,9 +218,11 @@ class Stage:
         return self._counted[1]
 
     async def next_look(self) -> None:
-        self.server.slots = self.looks.pop(0)
+        if self.looks:  # after a turn the daemon may ask once more, for the cause of a loss
+            self.server.slots = self.looks.pop(0)
 
     async def turn(self, turn: Turn, first: bool) -> Told:
+        await trio.sleep(60)  # what the daemon still asks about the turn before must not take a look of this one
         tries = [*turn.tries, LAST]
         idle, busy = ([{"id": 0, "n_ctx": 4096, "is_processing": now}] for now in (False, True))
         self.looks = []
