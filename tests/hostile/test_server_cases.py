@@ -242,7 +242,7 @@ async def test_a_result_is_clean_cut_at_a_character_and_the_same_everywhere(
     assert after.summary() == ("done", "Done.", 2)
     assert after.results == [stored]
     assert after.server.completions[1].json()["messages"][3]["content"] == stored
-    assert ToolResult(name="clock", class_="private", truncated=truncated) in after.answers
+    assert ToolResult(name="clock", class_="private", truncated=truncated, untrusted=True) in after.answers
 
 
 # -- 25, 27, 28, 31: the stream and its end --------------------------------------------------------
