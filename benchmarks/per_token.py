@@ -34,11 +34,6 @@ def token_server() -> Iterator[str]:
         yield f"http://127.0.0.1:{int(server.stdout.readline())}"
 
 
-def cpu_of(pid: int) -> float:
-    """Seconds of CPU that a process has used, all threads that still live."""
-    return sum(int((task / "schedstat").read_text().split()[0]) for task in Path(f"/proc/{pid}/task").iterdir()) / 1e9
-
-
 def cpu_to_run(command: list[str]) -> float:
     """Seconds of CPU that a command uses from start to end."""
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -58,10 +53,10 @@ def measure(mode: str, tokens: int) -> list[tuple[float, float, float]]:
             return cpu_to_run([sys.executable, str(HERE / "floor.py"), url, f"{mode} {count}"])
 
         def path(count: int) -> tuple[float, float]:
-            before = cpu_of(daemon.process.pid)
+            before = daemon.cpu_s()
             say = ["--json", "--say", f"{mode} {count}"]
             client = cpu_to_run([*program("bxctl.cli", "bxctl"), "chat", "--socket", str(daemon.socket), *say])
-            return cpu_of(daemon.process.pid) - before, client
+            return daemon.cpu_s() - before, client
 
         path(1)
         for _ in range(ROUNDS):

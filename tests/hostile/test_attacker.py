@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trio.testing import MockClock
 
-from boxmaker.bxctl.chat import HumanView, JsonView, SayView, View
 from boxmaker.bxctl.logs import sessions_table, show_log, summary_json
 from boxmaker.bxctl.render import Renderer
+from boxmaker.bxctl.views import HumanView, JsonView, SayView, View
 from boxmaker.channel.client import Frame
 from boxmaker.inference.client import Client
 from boxmaker.inference.completion import BUDGET_MESSAGE

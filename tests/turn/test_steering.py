@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from boxmaker.proto.channel import Steer, SteerDone, Steered, ToolCallStarted, T
 from boxmaker.proto.chat import Content
 from boxmaker.proto.frames import Answer, encode_request
 from boxmaker.proto.ids import SessionId
+from boxmaker.proto.tools import ToolResponse
 from boxmaker.session.disk import InlineDisk
 from boxmaker.testing.daemon import Daemon, running_daemon
 from boxmaker.testing.port import ScriptedPort, hang, public
@@ -73,16 +74,21 @@ def no_turn(found: Answer | None) -> object:
     return found.detail["ending"]
 
 
+def at_noon(go: trio.Event) -> Callable[[object], Awaitable[ToolResponse]]:
+    """A call that ends when the test says so."""
+
+    async def wait(_: object) -> ToolResponse:
+        await go.wait()
+        return public("noon")
+
+    return wait
+
+
 async def test_texts_join_after_all_results_in_the_order_in_which_they_came(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:
     go = trio.Event()
-
-    async def wait(_: object) -> Any:
-        await go.wait()
-        return public("noon")
-
-    port = ScriptedPort([wait, public("one")])
+    port = ScriptedPort([at_noon(go), public("one")])
     async with scripted_server(calls(("a", "{}"), ("b", '{"n":1}')), answer("Ah.")) as server:
         async with running_daemon(tmp_path, server.url, port=port) as daemon:
             turn = await daemon.open("s", "go", resume=False)
@@ -253,12 +259,7 @@ async def test_the_owner_may_have_a_call_made_again_but_lifts_no_limit(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:
     go = trio.Event()
-
-    async def wait(_: object) -> Any:
-        await go.wait()
-        return public("noon")
-
-    port = ScriptedPort([wait, public("again"), public("not reached")])
+    port = ScriptedPort([at_noon(go), public("again"), public("not reached")])
     same = [calls((name, "{}")) for name in "abc"]
     async with scripted_server(*same) as server:
         async with running_daemon(tmp_path, server.url, "[loop]\ntool_iterations = 2\n", port=port) as daemon:

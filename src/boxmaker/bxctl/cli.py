@@ -34,13 +34,18 @@ def default_socket() -> Path:
     return socket_path(default_home(os.environ))
 
 
+def sessions_of(home: Path | None) -> Path:
+    """Where the sessions of a home are; None is the default one."""
+    return (home or default_home(os.environ)) / "sessions"
+
+
 def complete_session(context: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
     """Ids of the home's sessions, for the shell's completion; nothing where there is no home."""
     from boxmaker.session.logs import session_ids
 
-    home: Path = context.params.get("home") or default_home(os.environ)
     try:
-        return [session for session in session_ids(home / "sessions") if session.startswith(incomplete)]
+        found = session_ids(sessions_of(context.params.get("home")))
+        return [session for session in found if session.startswith(incomplete)]
     except BoxmakerError:
         return []
 
@@ -72,6 +77,13 @@ def parse_id(text: str) -> SessionId:
         return parse_session_id(text)
     except ValueRefused as exc:
         raise click.UsageError(f"{text!r}: {exc.problem}") from exc
+
+
+def session_or_newest(text: str | None, sessions: Path) -> SessionId:
+    """A session id from the command line, or the session whose log was written last; raises StorageError for none."""
+    from boxmaker.session.logs import newest_session
+
+    return parse_id(text) if text is not None else newest_session(sessions)
 
 
 _home_option = click.option(
@@ -195,7 +207,7 @@ def sessions(home: Path | None, as_json: bool) -> None:
     from boxmaker.bxctl.logs import sessions_table, summary_json
     from boxmaker.session.logs import session_ids, summarize
 
-    directory = (home or default_home(os.environ)) / "sessions"
+    directory = sessions_of(home)
     with Ending():
         found = [summarize(directory, session) for session in session_ids(directory)]
         if as_json:
@@ -219,7 +231,7 @@ def log(session: str, home: Path | None, as_json: bool, follow: bool) -> None:
 
     with Ending():
         show_log(
-            (home or default_home(os.environ)) / "sessions",
+            sessions_of(home),
             parse_id(session),
             sys.stdout,
             as_json=as_json,
@@ -234,11 +246,10 @@ def log(session: str, home: Path | None, as_json: bool, follow: bool) -> None:
 def why(session: str | None, home: Path | None) -> None:
     """Say why the last cached tokens were lost, what that cost, and what to do; of the newest session without an ID."""
     from boxmaker.bxctl.cache import read_completions, why_lines
-    from boxmaker.session.logs import newest_session
 
-    directory = (home or default_home(os.environ)) / "sessions"
+    directory = sessions_of(home)
     with Ending():
-        wanted = parse_id(session) if session is not None else newest_session(directory)
+        wanted = session_or_newest(session, directory)
         lines = why_lines(wanted, read_completions(directory, wanted))
         sys.stdout.writelines(f"{line}\n" for line in lines)
         sys.stdout.flush()
@@ -251,11 +262,10 @@ def why(session: str | None, home: Path | None) -> None:
 def cache(session: str | None, home: Path | None, as_json: bool) -> None:
     """Show what each completion took from the cache, read and lost; of the newest session without an ID."""
     from boxmaker.bxctl.cache import cache_json, cache_table, read_completions
-    from boxmaker.session.logs import newest_session
 
-    directory = (home or default_home(os.environ)) / "sessions"
+    directory = sessions_of(home)
     with Ending():
-        wanted = parse_id(session) if session is not None else newest_session(directory)
+        wanted = session_or_newest(session, directory)
         found = read_completions(directory, wanted)
         sys.stdout.writelines(f"{line}\n" for line in (cache_json(found) if as_json else cache_table(wanted, found)))
         sys.stdout.flush()
@@ -273,7 +283,7 @@ def session_check(session: str | None, home: Path | None) -> None:
     """Read a session's files, or those of all sessions; a line a finding, status 1 when there is one."""
     from boxmaker.session.logs import check, session_ids
 
-    directory = (home or default_home(os.environ)) / "sessions"
+    directory = sessions_of(home)
     with Ending():
         wanted = [parse_id(session)] if session is not None else session_ids(directory)
         findings = [finding for one in wanted for finding in check(directory, one)]
@@ -293,7 +303,7 @@ def session_repair(session: str, home: Path | None) -> None:
     from boxmaker.session.logs import repair
 
     with Ending():
-        done = repair((home or default_home(os.environ)) / "sessions", parse_id(session))
+        done = repair(sessions_of(home), parse_id(session))
         if done is None:
             click.echo("the log has no torn end; nothing was changed")
             return

@@ -156,14 +156,11 @@ class Connection:
         result: Final | WireError | None = None
         running.add(self._stop)
         try:
-            with self._stop.scope:
-                try:
-                    result = await self._answering(request, emit, self._stop)
-                except WireableError as exc:
-                    result = wire_error(exc)
-                except Exception as exc:  # the connection boundary: a fault of ours ends this turn alone
-                    result = _of_fault(exc)
-        except Exception as exc:  # one that came in a group with the cancel, which the scope has taken out
+            with self._stop.scope:  # it takes a cancel out of a group, so faults are looked at behind it
+                result = await self._answering(request, emit, self._stop)
+        except WireableError as exc:
+            result = wire_error(exc)
+        except Exception as exc:  # the connection boundary: a fault of ours ends this turn alone
             result = _of_fault(exc)
         finally:
             running.discard(self._stop)

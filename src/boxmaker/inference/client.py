@@ -77,6 +77,11 @@ class Answer:
     value: Any
     retry_after: str | None
 
+    def entries(self) -> list[dict[str, Any]]:
+        """The objects of the list that the answer is, as `/slots` is one; none where it is no such answer."""
+        listed = self.value if self.status == 200 and isinstance(self.value, list) else []
+        return [entry for entry in listed if isinstance(entry, dict)]
+
     def error(self) -> InferenceError:
         """The answer as an error, for statuses other than 200."""
         return error_of(self.status, self.value, self.retry_after)
@@ -161,15 +166,14 @@ class Client:
             return Look(state="failed", error=exc)
         if answer is None:
             return Look(state="busy")
-        if answer.status == 200:
-            for entry in answer.value if isinstance(answer.value, list) else ():
-                if isinstance(entry, dict) and entry.get("id") == slot and type(entry.get("is_processing")) is bool:
-                    if entry["is_processing"]:
-                        return Look(state="busy")
-                    self._idle_at[slot] = number
-                    self.record.looked(slot, slot_seen(entry))
-                    return Look(state="idle")
-        elif answer.status not in NO_SLOTS_STATUSES:
+        for entry in answer.entries():
+            if entry.get("id") == slot and type(entry.get("is_processing")) is bool:
+                if entry["is_processing"]:
+                    return Look(state="busy")
+                self._idle_at[slot] = number
+                self.record.looked(slot, slot_seen(entry))
+                return Look(state="idle")
+        if answer.status not in (200, *NO_SLOTS_STATUSES):
             return Look(state="failed", error=answer.error())
         self._looks = False
         log_event("slot_check_off", slot=slot, status=answer.status)

@@ -173,8 +173,8 @@ class CauseFinder:
     async def _unused(self, slot: int, facts: LossFacts) -> Verdict | None:
         """Does the server list use now? Then it had begun anew before the request."""
         answer = await self._answer("GET", "/slots")
-        for entry in answer.value if answer is not None and isinstance(answer.value, list) else ():
-            if isinstance(entry, dict) and entry.get("id") == slot and slot_seen(entry).used:
+        for entry in answer.entries() if answer is not None else ():
+            if entry.get("id") == slot and slot_seen(entry).used:
                 return await self._began_as_another() or Verdict(cause="restarted")
         return unproven(facts, extension=False)
 

@@ -36,8 +36,6 @@ class Place:
     control: TurnControl | None
     began_s: float = 0.0
     ending: str = ""
-    slot: int | None = None
-    """The server's slot that its turn has, once it has its session."""
     over: trio.Event = field(factory=trio.Event)
     _moved: trio.Event = field(factory=trio.Event)
 

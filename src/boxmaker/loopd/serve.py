@@ -92,7 +92,8 @@ async def serve(config: Config, *, until_eof: bool = False, disk: Disk | None = 
             async with trio.open_nursery() as beside:
                 beside.start_soon(causes.run)
                 try:
-                    pins = Pins(config.slots.listed, slots_in_use(store.directory))
+                    several = len(config.slots.listed) > 1  # of one slot nothing need be known
+                    pins = Pins(config.slots.listed, slots_in_use(store.directory) if several else ())
                     await _accept(config, TurnService(rt, store, causes, pins), signals, until_eof)
                 finally:
                     causes.close()

@@ -83,11 +83,6 @@ class TurnService:
         rt = self._rt
         control = TurnControl(cause=lambda: stop.cause)
         place = Place(session=turn.session, stop=stop, control=control)
-
-        def pin(began_on: int) -> int:
-            place.slot = self._pins.pin(turn.session, began_on)
-            return place.slot
-
         async with self._desk.place(place, resume=turn.resume, when_busy=turn.when_busy, emit=emit):
             self._causes.turn_arrives()
             await rt.facts.refresh(rt.client, rt.config, rt.registry.core_schemas())
@@ -95,7 +90,12 @@ class TurnService:
             new = NewSession(slot=slot, baseline=self._baseline)
             try:
                 async with self._store.turn(
-                    turn.session, resume=turn.resume, new=new, alternate=rt.facts.alternate, gone=stop.gone, pin=pin
+                    turn.session,
+                    resume=turn.resume,
+                    new=new,
+                    alternate=rt.facts.alternate,
+                    gone=stop.gone,
+                    pin=lambda began_on: self._pins.pin(turn.session, began_on),
                 ) as session:
                     outcome = await run_turn(session, rt, turn.content, emit, control)
             finally:
@@ -138,17 +138,15 @@ class TurnService:
         await place.over.wait()
         cause = place.stop.cause if place.ending in CANCELLED_ENDINGS else None
         # A turn that was never let through has nothing to leave: whoever is in the slot is there by right.
-        free = place.control is None or not place.control.used_slot or await self._slot_is_free(place.slot)
-        return CancelDone(ending=place.ending, cause=cause, slot_free=free)
+        slot = place.control.used_slot if place.control is not None else None
+        return CancelDone(ending=place.ending, cause=cause, slot_free=slot is None or await self._slot_is_free(slot))
 
-    async def _slot_is_free(self, slot: int | None) -> bool:
+    async def _slot_is_free(self, slot: int) -> bool:
         """Does the server stop showing a slot as busy within SLOT_FREE_S? True as well where it cannot be asked.
 
         A turn of ours that is let through has seen the slot free.
         """
         client = self._rt.client
-        if slot is None:
-            return True  # the turn had none yet
         since = client.looks_begun
         with trio.move_on_after(SLOT_FREE_S):
             while not client.was_idle(slot, since):
@@ -183,12 +181,12 @@ class TurnService:
             slots=tuple(
                 SlotStatus(id=one["id"], busy=one["is_processing"], ours=one["id"] in config.slots.listed)
                 for one in slots
-                if isinstance(one, dict) and _is_slot(one.get("id")) and type(one.get("is_processing")) is bool
+                if _is_slot(one.get("id")) and type(one.get("is_processing")) is bool
             ),
             sessions=self._desk.status(),
         )
 
-    async def _server(self) -> tuple[Any, list[Any]]:
+    async def _server(self) -> tuple[Any, list[dict[str, Any]]]:
         """How the server is, and its slots as it lists them; none where it does not."""
         with trio.move_on_after(LOOK_S):
             try:
@@ -197,7 +195,7 @@ class TurnService:
                 return "unreachable", []
             if answer.status != 200:
                 return ("loading" if is_loading(answer.error()) else "ready"), []
-            return "ready", answer.value if isinstance(answer.value, list) else []
+            return "ready", answer.entries()
         return "unreachable", []
 
     def _must_exist(self, session: SessionId) -> None:

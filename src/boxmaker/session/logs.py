@@ -100,15 +100,10 @@ def newest_session(sessions: Path) -> SessionId:
     Raises:
         StorageError: there is none, or the directory cannot be read.
     """
-    written: list[tuple[float, SessionId]] = []
-    for session in session_ids(sessions):
-        try:
-            written.append(((sessions / session / LOG_NAME).stat().st_mtime, session))
-        except OSError:
-            continue
+    written = _by_last_write(sessions)
     if not written:
         raise StorageError(action="find a session in", file=sessions, reason="there is none")
-    return max(written)[1]
+    return written[-1]
 
 
 def slots_in_use(sessions: Path) -> list[tuple[SessionId, int]]:
@@ -119,12 +114,8 @@ def slots_in_use(sessions: Path) -> list[tuple[SessionId, int]]:
     Raises:
         StorageError: the directory cannot be read.
     """
-    written: list[tuple[float, SessionId]] = []
-    for session in session_ids(sessions):
-        with suppress(OSError):
-            written.append(((sessions / session / LOG_NAME).stat().st_mtime, session))
     found = []
-    for _, session in sorted(written)[-RECENT:]:
+    for session in _by_last_write(sessions)[-RECENT:]:
         with suppress(OSError, ValueRefused):
             fd = os.open(sessions / session / LOG_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             with open(fd, "rb") as log:
@@ -132,6 +123,15 @@ def slots_in_use(sessions: Path) -> list[tuple[SessionId, int]]:
             if isinstance(start, SessionStart):
                 found.append((session, start.slot))
     return found
+
+
+def _by_last_write(sessions: Path) -> list[SessionId]:
+    """The sessions whose log can be seen, the one that was written last at the end."""
+    written: list[tuple[float, SessionId]] = []
+    for session in session_ids(sessions):
+        with suppress(OSError):
+            written.append(((sessions / session / LOG_NAME).stat().st_mtime, session))
+    return [session for _, session in sorted(written)]
 
 
 def read_log(sessions: Path, session: SessionId) -> bytes:

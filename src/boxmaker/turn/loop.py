@@ -234,7 +234,7 @@ class _Turn:
     def _slot_used(self) -> None:
         """A request leaves for the server."""
         self._control.phase = "model"
-        self._control.used_slot = True
+        self._control.used_slot = self._slot
 
     def _context(self, figures: Figures, seen: SlotSeen | None) -> list[TurnEvent]:
         """Say once a turn that the slot is nearly full; by the server's own figures, or not at all."""

@@ -80,7 +80,7 @@ class TurnControl:
     """Why it was cancelled, if it was."""
     steering: Steering = field(factory=Steering)
     phase: Phase = "starting"
-    used_slot: bool = False
-    """A request of the turn has gone to the server."""
+    used_slot: int | None = None
+    """The slot that a request of the turn has gone to, once one has."""
     spent: list[Spent] = field(factory=list)
     """Its completions that are in the log."""

@@ -232,8 +232,8 @@ class Verification:
     async def _busy(self, client: Client) -> bool | None:
         """Is our slot at work? None: the server does not say."""
         answer = await probe(client, "GET", "/slots")
-        for entry in answer.value if answer.status == 200 and isinstance(answer.value, list) else ():
-            if isinstance(entry, dict) and entry.get("id") == self.owner.slots.listed[0]:
+        for entry in answer.entries():
+            if entry.get("id") == self.owner.slots.listed[0]:
                 return bool(entry.get("is_processing"))
         return None
 
