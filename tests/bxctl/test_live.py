@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
 import pytest
+import trio
 
+from boxmaker.bxctl.live import LiveTurn, Screen, Typed
+from boxmaker.channel.client import Frame
+from boxmaker.proto.channel import Turn
+from boxmaker.proto.ids import SessionId
 from tests.bxctl.scripted_loopd import LIMIT_S, Hang, Script, Until, Wait, done, error, event, final, scripted_loopd
 from tests.bxctl.test_chat import chat
 from tests.bxctl.test_terminal import PLAIN_SIZE, Terminal, terminal
@@ -204,6 +210,70 @@ def test_a_fork_at_the_prompt_goes_on_in_the_new_session(short_dir: Path) -> Non
     assert (last["session"], last["from"]) == (new, None)
     assert cancel["session"] == new
     assert (loopd.requests[0]["session"], loopd.requests[0]["resume"]) == (new, True)
+
+
+def test_a_program_at_a_terminal_is_told_of_forks_and_cancels_by_their_bodies(short_dir: Path) -> None:
+    with scripted_loopd(short_dir / "s", [event("content", text="So far"), Wait(), CANCELLED]) as loopd:
+        loopd.answers["fork"] = [[final("fork_done", session="x", from_=2)], [error("bad_request", "no", field="from")]]
+        loopd.answers["cancel"] = [[final("cancel_done", ending="idle", cause=None, slot_free=True)], [CANCEL_DONE]]
+        with terminal(short_dir / "s", "--json", environ=PLAIN_SIZE) as screen:
+            screen.read_until("session s1\n")
+            screen.type("/cancel\n")
+            assert screen.read_until("no turn runs\n") == (
+                '{"ending":"idle","cause":null,"slot_free":true}\nbxctl: no turn runs\n'
+            )
+            screen.type("/fork 2\n")
+            assert screen.read_until("answer 2\n") == '{"session":"x","from":2}\nbxctl: forked s1 at answer 2\n'
+            new = screen.read_until("\n").removeprefix("session ").strip()
+            screen.type("/fork\n")
+            assert screen.read_until("request: no\n") == (
+                '{"code":"bad_request","message":"no","detail":{"field":"from"}}\nbxctl: bad_request: no\n'
+            )
+            screen.type("one\n")
+            assert screen.read_until("}}\n") == '{"event":{"type":"content","text":"So far"}}\n'
+            screen.type("/cancel\n")
+            assert loopd.wait_for("cancel", 2)
+            loopd.go_on.set()
+            assert screen.read_until("bxctl: cancelled\n") == (
+                '{"code":"cancelled","message":"the turn was cancelled by its owner","detail":{"cause":"owner"}}\n'
+                "bxctl: cancelled\n"
+            )
+    assert (loopd.asked[1][1]["new"], loopd.asked[3][1]["session"]) == (new, new)
+
+
+def test_a_cancel_in_words_that_comes_with_the_last_word_changes_nothing(short_dir: Path) -> None:
+    """Who of two tasks runs first is chance: twenty times, so that both orders are there."""
+    rounds = 20
+    with scripted_loopd(short_dir / "s", *[[event("content", text="x"), CANCELLED]] * rounds) as loopd:
+        for _ in range(rounds):
+            read, write = os.pipe()
+            frames: list[Frame] = []
+
+            def show(frame: Frame, frames: list[Frame] = frames, write: int = write) -> None:
+                frames.append(frame)
+                if frame.final:
+                    os.write(write, b"/cancel\n")
+
+            live = LiveTurn(
+                short_dir / "s",
+                Turn(session=SessionId("s1"), content="one", resume=False, when_busy="refuse"),
+                Screen(
+                    frame=show,
+                    status=pytest.fail,
+                    error=lambda code, text: pytest.fail(code + text),
+                    refused=lambda _, text: pytest.fail(text),
+                    pause=lambda: None,
+                    typed=lambda: None,
+                ),
+                lambda: False,
+                Typed(read, 100),
+            )
+            trio.run(live.run)
+            os.close(read)
+            os.close(write)
+            assert [frame.final for frame in frames] == [False, True], "shown once"
+            assert not live.stopped, "so that it is not told as a cancel of ours"
+    assert [kind for kind, _ in loopd.asked] == ["turn"] * rounds
 
 
 def test_the_lines_of_a_pipe_are_turns_one_after_another_whatever_they_say(short_dir: Path) -> None:

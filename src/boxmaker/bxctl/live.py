@@ -179,7 +179,9 @@ class LiveTurn:
                 self._stop(listening)
 
     def _stop(self, listening: trio.Nursery) -> None:
-        """Ask for the end of the turn; the second time, and before it has begun, leave."""
+        """Ask for the end of the turn; the second time, and before it has begun, leave. Not once it has ended."""
+        if self.final is not None:
+            return
         if self.stopped or not self._begun.is_set():
             self._scope.cancel()
         else:
