@@ -6,7 +6,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -114,7 +114,8 @@ class ScriptedLoopd:
     def _serve(self, connection: socket.socket) -> None:
         with connection:
             connection.settimeout(LIMIT_S)
-            self._answer(connection)
+            with suppress(ConnectionError):  # who cancels a turn leaves with its end, whatever the cancel's answer is
+                self._answer(connection)
 
     def _answer(self, connection: socket.socket) -> None:
         with connection.makefile("rb") as reader:

@@ -224,7 +224,7 @@ def test_a_program_at_a_terminal_is_told_of_forks_and_cancels_by_their_bodies(sh
             )
             screen.type("/fork 2\n")
             assert screen.read_until("answer 2\n") == '{"session":"x","from":2}\nbxctl: forked s1 at answer 2\n'
-            new = screen.read_until("\n").removeprefix("session ").strip()
+            new = screen.read_until("\n").removeprefix("session ").removesuffix("\n")
             screen.type("/fork\n")
             assert screen.read_until("request: no\n") == (
                 '{"code":"bad_request","message":"no","detail":{"field":"from"}}\nbxctl: bad_request: no\n'

@@ -30,33 +30,36 @@ PLAIN_SIZE = {"NO_COLOR": "1", "COLUMNS": ""}
 
 @define
 class Terminal:
-    """A bxctl with a terminal of its own; `seen` is what that shows."""
+    """A bxctl with a terminal of its own; `seen` is what that shows, `taken` how much of it a test has read."""
 
     process: subprocess.Popen[bytes]
     fd: int
     seen: str = ""
+    taken: int = 0
 
     def read_until(self, text: str) -> str:
-        """Read until a text has come; what came, the text included."""
+        """Read until a text comes: all up to it, the text included. What came behind it is for the next read."""
         deadline = time.monotonic() + LIMIT_S
-        began = len(self.seen)
-        while text not in self.seen[began:]:
+        while text not in self.seen[self.taken :]:
             ready, _, _ = select.select([self.fd], [], [], max(deadline - time.monotonic(), 0))
             assert ready, f"no {text!r} in {self.seen!r}"
             self.seen += os.read(self.fd, 65536).decode("utf-8")
-        return self.seen[began:]
+        return self._take(self.seen.index(text, self.taken) + len(text))
 
     def read_to_end(self) -> str:
         """What comes until the process has ended."""
-        began = len(self.seen)
         while True:
             try:
                 data = os.read(self.fd, 65536)
             except OSError:  # EIO: nobody has the other end any more
                 data = b""
             if not data:
-                return self.seen[began:]
+                return self._take(len(self.seen))
             self.seen += data.decode("utf-8")
+
+    def _take(self, end: int) -> str:
+        began, self.taken = self.taken, end
+        return self.seen[began:end]
 
     def type(self, text: str) -> None:
         """Press keys."""
