@@ -11,7 +11,7 @@ from attrs import define, field
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from boxmaker.proto import records
-from boxmaker.proto.channel import Cancel, ToolCallStarted, ToolResult, TurnDone, TurnEvent, WireError
+from boxmaker.proto.channel import Cancel, Cut, ToolCallStarted, ToolResult, TurnDone, TurnEvent, WireError
 from boxmaker.proto.chat import ToolCall
 from boxmaker.proto.frames import Answer, encode_request
 from boxmaker.proto.ids import SessionId
@@ -21,6 +21,7 @@ from boxmaker.testing.daemon import Daemon, running_daemon
 from boxmaker.testing.port import public
 from boxmaker.testing.server import reply, scripted_server
 from boxmaker.turn.loop import run_turn
+from boxmaker.turn.runtime import tell_nobody
 
 S = SessionId("s")
 KILLED = "Interrupted: boxmaker failed while the call may have been running; its outcome is unknown."
@@ -45,11 +46,14 @@ class Port:
 
     trace: list[str] = field(factory=list)
     numbers: dict[str, int] = field(factory=dict)
+    asked: dict[str, int] = field(factory=dict)
+    """The number that a call had when the port was asked whether it runs beside others."""
     _ends: dict[str, trio.Event] = field(factory=dict)
     _gives: dict[str, ToolResponse] = field(factory=dict)
     at_once: bool = False
 
     def runs_beside(self, request: ToolRequest) -> bool:
+        self.asked[request.arguments.split('"')[3]] = request.call
         if "pbad" in request.arguments:
             raise RuntimeError("the port does not know")
         return '"name":"p' in request.arguments
@@ -127,6 +131,26 @@ async def test_calls_that_are_safe_overlap_and_keep_the_models_order(tmp_path: P
             assert numbers == [0, 1, 2]
 
 
+async def test_calls_are_numbered_through_the_session(tmp_path: Path, autojump_clock: MockClock) -> None:
+    """The number of a call is its place among all of the log, for a port that keeps approvals by it."""
+    port = Port(at_once=True)
+    async with scripted_server(calls("p0", "x1"), calls("x2", "p3"), ANSWER, ANSWER) as server:
+        async with running_daemon(tmp_path, server.url, port=port) as daemon:
+            await daemon.ask("s", "go", resume=False)
+            assert port.numbers == port.asked == {"p0": 0, "x1": 1, "x2": 2, "p3": 3}
+            new = NewSession(slot=0, baseline=daemon.service._baseline)
+            async with daemon.store.turn(S, resume=True, new=new, alternate=False) as session:
+                now = daemon.rt.now()
+                made = ToolCall(id="a", name="clock", arguments='{"name":"p4"}')
+                await session.append(records.User(time=now, content="again"))
+                await session.append(
+                    records.Assistant(time=now, content=None, reasoning_content=None, tool_calls=(made,))
+                )
+            await daemon.ask("s", "and now?", resume=True)
+            assert port.asked["p4"] == 4, "also when it is asked after a kill"
+            assert "p4" not in port.numbers
+
+
 async def test_the_pool_rolls_a_new_call_starts_when_any_ends(tmp_path: Path, autojump_clock: MockClock) -> None:
     port = Port()
     text = "[loop]\nparallel_tools = 2\n"
@@ -172,7 +196,10 @@ async def test_any_other_call_is_a_barrier(tmp_path: Path, autojump_clock: MockC
             assert running.told == "++--+-++--"
 
 
-async def test_a_port_that_cannot_say_gets_a_barrier(tmp_path: Path, autojump_clock: MockClock) -> None:
+async def test_a_port_that_cannot_say_gets_a_barrier(
+    tmp_path: Path, autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "boxmaker")
     port = Port()
     async with scripted_server(calls("p0", "pbad"), ANSWER) as server:
         async with running_daemon(tmp_path, server.url, port=port) as daemon, trio.open_nursery() as nursery:
@@ -181,6 +208,8 @@ async def test_a_port_that_cannot_say_gets_a_barrier(tmp_path: Path, autojump_cl
             await port.end("p0", "pbad")
             await running.over.wait()
     assert isinstance(running.answers[-1], TurnDone)
+    (told,) = (one for one in caplog.records if one.getMessage() == "tool_port_failed")
+    assert vars(told)["fields"] == {"session": "s", "call": 1}
 
 
 async def test_our_own_answers_wait_their_turn_and_hold_nobody_up(tmp_path: Path, autojump_clock: MockClock) -> None:
@@ -360,3 +389,43 @@ async def test_a_port_that_fails_while_it_is_cancelled_changes_nothing(
                 other = INTERRUPTED if beside else {"owner": NOT_RUN, "turn_s": OVER_TIME}[how]
                 unknown = [INTERRUPTED, other]
             assert [content for _, content in results(daemon)] == unknown
+
+
+async def test_a_port_that_ends_the_process_is_not_answered_for(tmp_path: Path, autojump_clock: MockClock) -> None:
+    """Ctrl-C inside a nursery of a port's is no fault of a tool."""
+
+    class Interrupted:
+        async def call(self, request: ToolRequest) -> ToolResponse:
+            raise BaseExceptionGroup("a nursery's", [KeyboardInterrupt()])
+
+    async with scripted_server(calls("x")) as server:
+        async with running_daemon(tmp_path, server.url, port=Interrupted()) as daemon:
+            new = NewSession(slot=0, baseline=daemon.service._baseline)
+            async with daemon.store.turn(S, resume=False, new=new, alternate=False) as session:
+                with pytest.raises(BaseExceptionGroup) as raised:
+                    await run_turn(session, daemon.rt, "go", tell_nobody)
+            assert raised.value.subgroup(KeyboardInterrupt) is not None
+            assert results(daemon) == []
+
+
+async def test_calls_that_are_in_the_log_and_not_yet_begun_have_results_after_a_cancel(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """The cancel comes while the channel is told of the reply that asks for them."""
+    cut = reply(calls=[("a", "clock", "{}"), ("b", "clock", "{}")], finish_reason="length", cache_n=None)
+    told: list[TurnEvent] = []
+    async with scripted_server(cut) as server, running_daemon(tmp_path, server.url) as daemon:
+        new = NewSession(slot=0, baseline=daemon.service._baseline)
+
+        async def emit(events: Sequence[TurnEvent]) -> None:
+            told.extend(events)
+            if events and isinstance(events[-1], Cut):
+                scope.cancel()
+                await trio.sleep_forever()
+
+        async with daemon.store.turn(S, resume=False, new=new, alternate=False) as session:
+            with trio.CancelScope() as scope:
+                await run_turn(session, daemon.rt, "go", emit)
+        assert scope.cancelled_caught
+        assert isinstance(told[-1], Cut), "a channel that has gone is told nothing more"
+        assert results(daemon) == [("a", NOT_RUN), ("b", NOT_RUN)]
