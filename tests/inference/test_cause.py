@@ -197,6 +197,8 @@ def test_the_last_reply_is_no_note_of_ours() -> None:
     assert last_reply([*ASKED, message("assistant", ""), message("tool", "x")], NOTE) == 4
     assert last_reply(ASKED[:2], NOTE) is None
     assert last_reply([], NOTE) is None
+    assert last_reply([*ASKED, message("assistant", "At the end")], NOTE) == 4
+    assert last_reply([message("assistant", "Before all others"), message("user", "?")], NOTE) == 0
 
 
 def test_a_prompt_that_goes_on_with_the_reply_is_an_extension() -> None:
@@ -206,6 +208,42 @@ def test_a_prompt_that_goes_on_with_the_reply_is_an_extension() -> None:
     assert compare_prompts(before, f"{before}<call><tool>x<assistant>", calls, 2) is None
     quoted = [*ASKED[:2], message("assistant", 'a "b"\nc')]
     assert compare_prompts(before, before + '{"content":"a \\"b\\"\\nc"}', quoted, 2) is None
+
+
+def test_an_answer_may_stand_right_behind_the_prompt() -> None:
+    assert (
+        compare_prompts("<S><user>Hello<a>", "<S><user>Hello<a>Hi<user>", [*ASKED[:2], message("assistant", "Hi")], 2)
+        is None
+    )
+
+
+def test_the_json_form_of_an_answer_counts_whole_alone() -> None:
+    quoted = [*ASKED[:2], message("assistant", 'x"y')]
+    verdict = compare_prompts("<a>", '<a>{"content":"\\"y"}', quoted, 2)
+    assert verdict is not None
+    assert verdict.detail == {"message": 3, "role": "assistant", "was": 'x"y', "now": '{"content":"\\"y"}'}
+
+
+@pytest.mark.parametrize(
+    ("contents", "before", "at", "number"),
+    [
+        (("a", "a"), "<u>a<b>a<c>", 3, 1),  # the same text twice: the place decides
+        (("a", "a"), "<u>a<b>a<c>", 4, 2),
+        (("a", "a"), "<u>a<b>a<c>", 7, 2),
+        (("a", "a"), "<u>a<b>a<c>", 8, 3),
+        (("ab", "c"), "ab<c>", 0, 1),  # a text that begins the prompt
+        (("ab", "c"), "ab<c>", 2, 2),
+        (("", "c"), "<c>", 0, 2),  # a message without text has no place of its own
+        (('x"y', "z"), '"x\\"y" "z"', 4, 1),  # in its JSON form, to its last character
+        (('x"y', "z"), '"x\\"y" "z"', 5, 2),
+    ],
+)  # fmt: skip
+def test_each_place_of_a_prompt_has_its_message(contents: tuple[str, str], before: str, at: int, number: int) -> None:
+    messages = [message("user", text) for text in contents] + [message("assistant", "the reply")]
+    after = before[:at] + "~" + before[at + 1 :]
+    verdict = compare_prompts(before, after, messages, 2)
+    assert verdict is not None
+    assert verdict.detail["message"] == number
 
 
 def test_reasoning_that_is_not_rendered_again_is_the_templates() -> None:

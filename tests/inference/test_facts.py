@@ -13,7 +13,15 @@ from trio.testing import MockClock
 
 from boxmaker.errors import InferenceError
 from boxmaker.inference.client import Answer, Client
-from boxmaker.inference.facts import TOOL_TURN, ServerFacts, find_alternate, prompt_of, render
+from boxmaker.inference.facts import (
+    TOOL_TURN,
+    ServerFacts,
+    find_alternate,
+    limits_of,
+    prompt_of,
+    render,
+    template_digest,
+)
 from boxmaker.testing.daemon import make_config
 from boxmaker.testing.server import error_response, json_response, scripted_server
 from boxmaker.tools.fake import fake_registry
@@ -185,3 +193,93 @@ async def test_facts_stay_stale_when_the_server_does_not_answer(tmp_path: Path, 
         async with Client(config) as client:
             await facts.refresh(client, config, TOOLS)
     assert facts.alternate is True
+
+
+@pytest.mark.parametrize(
+    ("props", "limits"),
+    [
+        ({"default_generation_settings": {"n_ctx": 4096}, "total_slots": 2}, (4096, 2)),
+        (
+            {"default_generation_settings": {"n_ctx": 1}, "total_slots": 9_007_199_254_740_991},
+            (1, 9_007_199_254_740_991),
+        ),
+        ({"default_generation_settings": {"n_ctx": 0}, "total_slots": 9_007_199_254_740_992}, (None, None)),
+        ({"default_generation_settings": {"n_ctx": True}, "total_slots": "2"}, (None, None)),
+        ({"default_generation_settings": [4096], "total_slots": 2.0}, (None, None)),
+        ({"default_generation_settings": {}}, (None, None)),
+        ({}, (None, None)),
+    ],
+)
+def test_limits_are_whole_numbers_within_bounds(props: dict[str, Any], limits: tuple[int | None, int | None]) -> None:
+    assert limits_of(props) == limits
+
+
+@pytest.mark.parametrize(
+    ("props", "digest"),
+    [
+        # as sha256sum has it of `abc`, and of the three bytes ED B2 80
+        ({"chat_template": "abc"}, "ba7816bf8f01"),
+        ({"chat_template": "\udc80"}, "37098e13faf7"),
+        ({"chat_template": ""}, None),
+        ({"chat_template": 5}, None),
+        ({}, None),
+        (["chat_template"], None),
+        (None, None),
+    ],
+)
+def test_a_template_has_a_digest_to_compare(props: Any, digest: str | None) -> None:
+    assert template_digest(props) == digest
+
+
+@pytest.mark.parametrize(
+    ("slots", "told"),
+    [
+        ("[0, 1]", []),
+        ("[0, 2]", [{"slot": 2, "total_slots": 2}]),
+    ],
+)
+async def test_what_another_model_has_is_told_and_noted(
+    tmp_path: Path, autojump_clock: MockClock, caplog: pytest.LogCaptureFixture, slots: str, told: list[Any]
+) -> None:
+    """A slot that is not there would wrap to another one, so it is said."""
+    caplog.set_level("INFO", "boxmaker")
+    async with scripted_server() as server:
+        server.props = {
+            "default_generation_settings": {"n_ctx": 4096}, "total_slots": 2, "chat_template": "abc"
+        }  # fmt: skip
+        config = make_config(tmp_path, server.url, f"[slots]\nmain = {slots}\n")
+        facts = ServerFacts(model="old")
+        facts.saw_model("new")
+        async with Client(config) as client:
+            await facts.refresh(client, config, TOOLS)
+    assert (facts.template, facts.n_ctx) == ("ba7816bf8f01", 4096)
+    logged: dict[str, list[Any]] = {}
+    for record in caplog.records:
+        logged.setdefault(record.getMessage(), []).append(vars(record)["fields"])
+    assert logged.get("slot_missing", []) == told
+    assert logged["facts_refreshed"] == [{"props": 200, "total_slots": 2, "n_ctx": 4096}]
+
+
+async def test_a_server_without_props_has_no_limits(
+    tmp_path: Path, autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "boxmaker")
+    async with scripted_server() as server:
+        server.props = json_response(404, {"total_slots": 2})
+        config = make_config(tmp_path, server.url)
+        facts = ServerFacts(model="old")
+        facts.saw_props({"chat_template": "abc"})
+        facts.saw_model("new")
+        async with Client(config) as client:
+            await facts.refresh(client, config, TOOLS)
+    assert facts.template == "ba7816bf8f01", "nothing was seen, so nothing is forgotten"
+    (record,) = (one for one in caplog.records if one.getMessage() == "facts_refreshed")
+    assert vars(record)["fields"] == {"props": 404}
+
+
+@pytest.mark.parametrize("props", [[], None, "text", {"default_generation_settings": {"n_ctx": 9}}])
+def test_props_that_are_no_object_say_nothing(props: Any) -> None:
+    facts = ServerFacts()
+    facts.saw_props({"chat_template": "abc", "default_generation_settings": {"n_ctx": 5}})
+    facts.saw_props(props)
+    assert (facts.template, facts.n_ctx) == (None, 9 if isinstance(props, dict) else None)
