@@ -124,6 +124,8 @@ async def test_a_hold_takes_and_gives_back_once() -> None:
     one.give_back()
     one.give_back()
     assert other.take_nowait()
+    one.give_back()
+    assert not one.take_nowait(), "what is given back twice was not somebody else's to free"
     other.give_back()
     await one.take(nobody)
     await one.take(nobody)

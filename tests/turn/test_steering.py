@@ -299,6 +299,8 @@ def test_notes_by_hand() -> None:
     assert (one.joined, one.settled.is_set(), two.settled.is_set()) == (True, True, False)
     steering.withdraw(two)
     steering.withdraw(two)
+    gone = False
+    assert steering.take() == [], "who has withdrawn does not come back"
     three = steering.add("three")
     assert three is not None
     steering.close()
