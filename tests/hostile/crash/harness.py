@@ -224,10 +224,9 @@ class Place:
                         break
                 else:
                     if self._frames_left != 0:
-                        os.kill(pid, signal.SIGTERM)
+                        self._kill(signal.SIGTERM)
         except Broken:  # the launcher runs one at a time
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            self._kill(signal.SIGKILL)
             await self.launcher.ended()
             raise
         status = await self.launcher.ended()
@@ -275,7 +274,12 @@ class Place:
         if self._frames_left is not None:
             self._frames_left -= 1
             if self._frames_left == 0:
-                os.kill(self._pid, signal.SIGKILL)
+                self._kill(signal.SIGKILL)
+
+    def _kill(self, number: signal.Signals) -> None:
+        """Send a signal, if the program still runs: it writes to the disk, and dies there, behind a turn as well."""
+        with suppress(ProcessLookupError):
+            os.kill(self._pid, number)
 
     async def judge(self, told: Told) -> None:
         """Look at what is left of a home after a crash, mend what is torn, and know its logs again."""
