@@ -30,6 +30,7 @@ OWN = {
     "inference.cache": "inference/test_cache.py",
     "inference.cause": "inference/test_cause.py",
     "inference.completion": "inference/test_completion.py",
+    "inference.families": "inference/test_families.py",
     "inference.request": "inference/test_request.py",
     "inference.retry": "inference/test_retry.py",
     "inference.sse": "inference/test_sse.py",

@@ -11,6 +11,7 @@ ORDER = [
     "errors", "log", "places", "proto.codec", "proto.ids", "proto.time", "proto.arguments", "proto.chat",
     "proto.records", "proto.ledger", "proto.tools", "proto.channel", "proto.frames", "config", "inference.sse",
     "inference.completion", "inference.request", "inference.retry", "inference.cache", "inference.cause",
+    "inference.families",
     "inference.slots", "inference.client", "inference.facts", "session.baseline", "session.replay", "session.disk",
     "session.fork", "session.ledger", "session.store", "session.logs",
     "tools.port", "tools.registry", "tools.endings", "tools.dispatch", "tools.fake",
@@ -98,7 +99,7 @@ def test_pure_modules_have_no_clock_no_randomness_and_no_event_loop() -> None:
         "proto.codec", "proto.ids", "proto.time", "proto.arguments", "proto.chat", "proto.records", "proto.ledger",
         "proto.tools", "proto.channel", "proto.frames", "inference.sse", "inference.completion", "inference.request",
         "inference.retry", "inference.cache", "inference.cause", "session.replay", "session.fork", "tools.registry",
-        "tools.endings", "tools.dispatch", "loopd.pins", "verify.judge",
+        "inference.families", "tools.endings", "tools.dispatch", "loopd.pins", "verify.judge",
     ]  # fmt: skip
     forbidden = {"trio", "time", "random", "secrets", "os", "socket", "logging", "boxmaker.log", "log"}
     wrong = {name: imports(modules()[name]) & forbidden for name in pure}

@@ -355,32 +355,77 @@ async def test_alternate_is_not_taken_from_a_template_that_refuses_with_and_with
     assert states(report)["template"] == "fail"
 
 
-async def test_a_template_that_forgets_old_reasoning_is_warned_of(tmp_path: Path, autojump_clock: MockClock) -> None:
+def forgetful(body: Body) -> str:
+    """As Qwen3's: reasoning is kept behind the last user message only."""
+    last_user = max(at for at, role in enumerate(roles(body)) if role == "user")
+    kept = [
+        {k: v for k, v in message.items() if k != "reasoning_content" or at > last_user}
+        for at, message in enumerate(body["messages"])
+    ]
+    return render_plainly({"messages": kept, "tools": body["tools"]})
+
+
+HEEDS = {"chat_template_caps": {"supports_preserve_reasoning": True}}
+QWEN3 = "<|im_start|> {{ enable_thinking }} <args-json-object>"
+
+
+@pytest.mark.parametrize(
+    ("more", "text", "remedy"),
+    [
+        ({"chat_template": QWEN3}, "[thinking]\ncap = 2000",
+         "Start llama-server with --chat-template-file templates/qwen3.jinja of boxmaker's source: Qwen3's own, but "
+         "prefix-stable. Its price is context: up to 2000 tokens of reasoning a reply stay in it"),
+        (HEEDS, "[request.chat_template_kwargs]\npreserve_reasoning = false",
+         "Take preserve_reasoning out of [request] chat_template_kwargs: it is true by itself. Its price is context: "
+         "up to 4096 tokens of reasoning a reply stay in it"),
+        (HEEDS, "[request.chat_template_kwargs]\nclear_thinking = true",
+         "[request] chat_template_kwargs or a flag of the server overrides preserve_reasoning (clear_thinking does): "
+         "take it out. Its price is context: up to 4096 tokens of reasoning a reply stay in it"),
+        ({"chat_template": "of nobody"}, "",
+         "boxmaker has no template for this family: use one that keeps reasoning; `bxctl cache` tells each loss"),
+    ],
+)  # fmt: skip
+async def test_a_template_that_forgets_old_reasoning_is_warned_of_with_the_remedy_for_it(
+    tmp_path: Path, autojump_clock: MockClock, more: Body, text: str, remedy: str
+) -> None:
+    async with scripted_server() as server:
+        server.props = server.props | more
+        server.apply_template = template(forgetful)
+        report = await run(tmp_path, server, text)
+    found = check(report, "prefix")
+    assert found.state == "warn"
+    assert "rewrites earlier messages" in found.message
+    assert found.remedy == remedy
+    assert not report.failed
+
+
+async def test_a_generation_prompt_that_stands_in_front_of_the_answer_later_is_no_loss(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
     def make(body: Body) -> str:
-        # as Qwen3's: reasoning is kept behind the last user message only
-        last_user = max(at for at, role in enumerate(roles(body)) if role == "user")
-        kept = [
-            {k: v for k, v in message.items() if k != "reasoning_content" or at > last_user}
-            for at, message in enumerate(body["messages"])
-        ]
-        return render_plainly({"messages": kept, "tools": body["tools"]})
+        parts = [f"<|{message['role']}|>{json.dumps(message)}" for message in body["messages"]]
+        return json.dumps(body["tools"]) + "".join(parts) + "<|assistant|>"
 
     async with scripted_server() as server:
         server.apply_template = template(make)
         report = await run(tmp_path, server)
+    assert check(report, "prefix").state == "ok"
+
+
+async def test_a_generation_prompt_that_is_gone_later_is_warned_of(tmp_path: Path, autojump_clock: MockClock) -> None:
+    """As Qwen3's with thinking off: the prompt's empty block is not in the history, so each answer is read again."""
+    text = "[thinking]\nenabled = false"
+    async with scripted_server() as server:
+        server.props["chat_template"] = QWEN3
+        server.apply_template = template(lambda body: render_plainly(body) + "\n<think>\n\n</think>\n\n")
+        report = await run(tmp_path, server, text)
     found = check(report, "prefix")
     assert found.state == "warn"
-    assert "rewrites earlier messages" in found.message
-    assert not report.failed
-
-
-async def test_a_generation_prompt_at_the_end_does_not_make_a_template_unstable(
-    tmp_path: Path, autojump_clock: MockClock
-) -> None:
-    async with scripted_server() as server:
-        server.apply_template = template(lambda body: render_plainly(body) + "\n<|im_start|>assistant\n<think>\n")
-        report = await run(tmp_path, server)
-    assert check(report, "prefix").state == "ok"
+    assert "re-reads each answer" in found.message
+    assert found.remedy == (
+        "Start llama-server with --chat-template-file templates/qwen3.jinja of boxmaker's source: Qwen3's own, but "
+        "prefix-stable. Its price is context: a few a reply stay in it"
+    )
 
 
 async def test_what_the_template_is_asked_is_what_a_turn_sends(tmp_path: Path, autojump_clock: MockClock) -> None:
@@ -396,11 +441,22 @@ async def test_what_the_template_is_asked_is_what_a_turn_sends(tmp_path: Path, a
             "preserve_reasoning": True,
             "date_string": "1 Jan 2026",
         }
-    # the stability probe has reasoning and a call, and a later user message
+    assert [body["messages"][2].get("reasoning_content") for body in bodies if len(body["messages"]) > 3] == [None] * (
+        len([body for body in bodies if len(body["messages"]) > 3])
+    ), "a model that does not think has no reasoning to keep"
+
+
+async def test_the_stability_probe_has_reasoning_and_a_call_and_a_later_user_message(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    async with scripted_server() as server:
+        await run(tmp_path, server)
+    bodies = [request.json() for request in server.received if request.path == "/apply-template"]
     assert any(
         roles(body) == ["system", "user", "assistant", "tool", "assistant", "user"]
         and body["messages"][2]["reasoning_content"]
         and body["messages"][2]["tool_calls"]
+        and body["messages"][4]["reasoning_content"]
         for body in bodies
     )
 

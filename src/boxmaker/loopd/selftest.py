@@ -30,6 +30,8 @@ from boxmaker.inference.facts import (
     render,
     render_body,
 )
+from boxmaker.inference.families import family_of, heeds_preserve_reasoning
+from boxmaker.inference.request import chat_template_kwargs
 from boxmaker.inference.retry import is_loading
 from boxmaker.loopd.home import exposed_directory, home_problem, lock_holder
 from boxmaker.proto.chat import Assistant, ChatMessage, System, ToolSchema
@@ -103,7 +105,7 @@ async def run_selftest(config: Config, client: Client, registry: Registry) -> Re
         report.facts.model = props.get("model_alias") if isinstance(props.get("model_alias"), str) else None
         report.facts.saw_props(props)
         n_ctx = await _check_slot(report, config, client, props)
-        await _check_template(report, config, client, registry)
+        await _check_template(report, config, client, props, registry)
         if baseline is not None:
             await _check_budget(report, config, client, baseline, n_ctx)
     except InferenceError as exc:
@@ -254,7 +256,9 @@ def _check_one_slot(report: Report, config: Config, name: str, slot: int, total:
         report.warn(name, f"the server does not say how many slots it has; slot {slot} is used", "Check [server] url")
 
 
-async def _check_template(report: Report, config: Config, client: Client, registry: Registry) -> None:
+async def _check_template(
+    report: Report, config: Config, client: Client, props: dict[str, Any], registry: Registry
+) -> None:
     """Does the template take what a turn sends; must users alternate; is it prefix-stable?"""
     tools = registry.core_schemas()
     alternate = await find_alternate(client, config, tools)
@@ -292,37 +296,69 @@ async def _check_template(report: Report, config: Config, client: Client, regist
         )
         return
     report.ok("template", "takes a system message, tools and tool results" + (", users alternate" if alternate else ""))
-    await _check_prefix(report, config, client, tools, alternate)
+    await _check_prefix(report, config, client, props, tools, alternate)
 
 
 async def _check_prefix(
-    report: Report, config: Config, client: Client, tools: Sequence[ToolSchema], alternate: bool
+    report: Report,
+    config: Config,
+    client: Client,
+    props: dict[str, Any],
+    tools: Sequence[ToolSchema],
+    alternate: bool,
 ) -> None:
     """Render a conversation with reasoning and a call, then a longer one: the first must be a prefix."""
-    shorter = with_reasoning(TOOL_TURN)
-    longer = with_reasoning(ANSWERED)
+    shorter = with_reasoning(TOOL_TURN, thinking=config.thinking.enabled)
+    longer = with_reasoning(ANSWERED, thinking=config.thinking.enabled)
     before = prompt_of(await render(client, config, shorter, tools, alternate))
     after = prompt_of(await render(client, config, longer, tools, alternate))
     if before is None or after is None:
         return
     same = common_prefix(before, after)
     history = before.rfind(PROBE_RESULT) + len(PROBE_RESULT)
-    if same >= history:
+    if same == len(before):
         report.ok("prefix", "the template keeps what was sent: a session's cache holds")
+    elif same >= history:
+        report.warn(
+            "prefix",
+            f"the template ends a prompt (from character {same} of {len(before)}) with what it does not put in front of"
+            " the answer later: the server re-reads each answer",
+            _prefix_remedy(config, props),
+        )
     else:
         report.warn(
             "prefix",
             f"the template rewrites earlier messages (from character {same} of {len(before)}): "
             "the server re-reads them at each new user message",
-            "Use a template that keeps reasoning, or preserve_reasoning",
+            _prefix_remedy(config, props),
         )
 
 
-def with_reasoning(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
-    """The same conversation, with reasoning in its replies with calls."""
+def _prefix_remedy(config: Config, props: dict[str, Any]) -> str:
+    """What keeps a session's cache with such a template, and what that costs."""
+    price = f"up to {config.thinking.cap} tokens of reasoning a reply" if config.thinking.enabled else "a few a reply"
+    family = family_of(props.get("chat_template"))
+    if heeds_preserve_reasoning(props):
+        if chat_template_kwargs(config)["preserve_reasoning"] is True:
+            keys = "[request] chat_template_kwargs or a flag of the server overrides preserve_reasoning"
+            remedy = f"{keys} (clear_thinking does): take it out"
+        else:
+            remedy = "Take preserve_reasoning out of [request] chat_template_kwargs: it is true by itself"
+    elif family is not None:
+        remedy = (
+            f"Start llama-server with --chat-template-file templates/{family.template} of boxmaker's source:"
+            f" {family.name}'s own, but prefix-stable"
+        )
+    else:
+        return "boxmaker has no template for this family: use one that keeps reasoning; `bxctl cache` tells each loss"
+    return f"{remedy}. Its price is context: {price} stay in it"
+
+
+def with_reasoning(messages: Sequence[ChatMessage], *, thinking: bool) -> tuple[ChatMessage, ...]:
+    """The same conversation as a model that thinks has it, with reasoning in its replies."""
     return tuple(
         evolve(message, reasoning_content="Probe of reasoning.")
-        if isinstance(message, Assistant) and message.tool_calls
+        if isinstance(message, Assistant) and thinking
         else message
         for message in messages
     )

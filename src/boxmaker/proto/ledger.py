@@ -18,7 +18,7 @@ CauseName: TypeAlias = Literal[
 """Why tokens that could have been in the cache were not; `docs/design.md` has the proof that each needs."""
 
 REMEDY: dict[CauseName, str] = {
-    "template": "Use a chat template that keeps what it rendered, or one that heeds preserve_reasoning.",
+    "template": "Use a chat template that keeps what it rendered: `loopd selftest` names the one for your model.",
     "evicted": "Give each session a slot of its own: start llama-server with a larger -np, and list the slots in"
     " [slots] main.",
     "model": "None: another model, context or template begins with an empty cache.",
