@@ -1,6 +1,6 @@
 """How many tokens the server reads for a conversation, over the least that it could read: by template, and by slots.
 
-The embedded server is real; what it says is forced (`boxmaker.testing.forced`), so every run has the same words. `least`
+The embedded server is real; what it says is forced, so every run has the same words. `least`
 is what `bxctl cache` says: what was read, without what was lost. The conversation is that of the cache claim in
 `tests/e2e`: 20 completions over ten turns with tools, a capped result and reasoning.
 """

@@ -44,6 +44,7 @@ OWN = {
     "proto.ids": "proto/test_ids.py",
     "proto.ledger": "proto/test_ledger.py",
     "proto.records": "proto/test_records.py",
+    "proto.saved": "proto/test_saved.py",
     "proto.time": "proto/test_time.py",
     "proto.tools": "proto/test_tools.py",
     "session.baseline": "session/test_baseline.py",

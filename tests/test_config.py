@@ -85,6 +85,7 @@ def test_every_key_but_the_url_has_the_default_of_the_design(tmp_path: Path) -> 
     assert config.loop.parallel_tools == 4
     assert config.loop.turn_s is None
     assert config.tools.call_s is None
+    assert (config.slots.save_dir, config.slots.save_s, config.slots.save_mib) == (None, 10, 8192)
     assert config.baseline.system == tmp_path / "system.md"
     assert config.baseline.system_set is False
     assert config.baseline.token_budget == 3000
@@ -110,11 +111,13 @@ SECONDS = [
     ("channel", "grace_s"),
     ("loop", "turn_s"),
     ("tools", "call_s"),
+    ("slots", "save_s"),
 ]
 COUNTS = [
     ("thinking", "cap"),
     ("retry", "attempts"),
     ("session", "memory_mib"),
+    ("slots", "save_mib"),
     ("loop", "tool_iterations"),
     ("loop", "parallel_tools"),
     ("baseline", "token_budget"),
@@ -131,6 +134,7 @@ PATHS = [
     ("channel", "socket"),
     ("paths", "home"),
     ("baseline", "system"),
+    ("slots", "save_dir"),
 ]
 SLOTS = [("slots", "main")]
 SHARES = [("session", "warn_at")]
@@ -299,7 +303,7 @@ def test_several_problems_are_several_lines(tmp_path: Path) -> None:
         "session, loop, tools, baseline",
         '[server] url: found \'ftp://h\', allowed is text like "http://127.0.0.1:8080" or "unix:/run/llama/llama.sock"',
         "[slots] main: found -1, allowed is an integer ≥ 0",
-        "[slots] mian: unknown key; allowed are main",
+        "[slots] mian: unknown key; allowed are main, save_dir, save_s, save_mib",
         "[thinking] cap: found 'many', allowed is an integer ≥ 1",
         "[request] n: may not be set: a turn has one reply",
     ]
@@ -340,7 +344,7 @@ def test_a_number_has_at_most_64_bits(tmp_path: Path, table: str, key: str) -> N
 
 def test_an_odd_key_does_not_break_its_line(tmp_path: Path) -> None:
     assert problems(tmp_path, MINIMAL + '[slots]\n"a\\n\\u001b[31m" = 1\n') == [
-        "[slots] 'a\\n\\x1b[31m': unknown key; allowed are main"
+        "[slots] 'a\\n\\x1b[31m': unknown key; allowed are main, save_dir, save_s, save_mib"
     ]
     [line] = problems(tmp_path, MINIMAL + '["x\\ny"]\n')
     assert line.startswith("['x\\ny']: unknown table; ")

@@ -211,9 +211,12 @@ class Server:
 
 @frozen(kw_only=True)
 class Slots:
-    """Which slots of the server are ours: `main` as it was written, one or several."""
+    """Which slots of the server are ours, `main` as it was written; and where and how long they may be saved."""
 
     main: int | tuple[int, ...] = _key(0, _slots)
+    save_dir: Path | None = _key(None, _path)
+    save_s: float = _key(10, _seconds)
+    save_mib: int = _key(8192, _count)
 
     @property
     def listed(self) -> tuple[int, ...]:
@@ -402,6 +405,8 @@ class _Reader:
         tables["server"]["api_key"] = key
         if "api_key_file" in tables["server"]:
             tables["server"]["api_key_file"] = self._resolve(tables["server"]["api_key_file"])
+        if "save_dir" in tables["slots"]:
+            tables["slots"]["save_dir"] = self._resolve(tables["slots"]["save_dir"])
         baseline = tables["baseline"]
         baseline["system_set"] = "system" in baseline
         baseline["system"] = self._resolve(baseline.get("system", "system.md"))
@@ -501,6 +506,8 @@ def _too_long(socket: Path) -> str | None:
 def at_home(config: Config, home: Path) -> Config:
     """The same configuration on another home, with the socket in its usual place there.
 
+    No slots are saved for it: such a home is soon gone, and nobody would sweep the files.
+
     Raises:
         ConfigError: the home's path is too long for a socket in it.
     """
@@ -509,4 +516,5 @@ def at_home(config: Config, home: Path) -> Config:
     if too_long := _too_long(socket):
         raise ConfigError(problems=(_line(config.file, f"home: {too_long}; take a shorter path"),))
     paths = attrs.evolve(config.paths, home=home)
-    return attrs.evolve(config, paths=paths, channel=attrs.evolve(config.channel, socket=socket))
+    slots = attrs.evolve(config.slots, save_dir=None)
+    return attrs.evolve(config, paths=paths, slots=slots, channel=attrs.evolve(config.channel, socket=socket))

@@ -31,9 +31,9 @@ def child(*command: str, log: Path, **more: Any) -> Iterator[subprocess.Popen[by
 
 
 @contextmanager
-def llama_server(log: Path, *template: str) -> Iterator[str]:
-    """An embedded server, with the demo's chat template or another; gives its address."""
-    with child("-m", "boxmaker.demo.server", *template, log=log, stdout=subprocess.PIPE) as server:
+def llama_server(log: Path, *more: str) -> Iterator[str]:
+    """An embedded server, `more` as the demo's takes it: the file of another chat template, where slots are saved."""
+    with child("-m", "boxmaker.demo.server", *more, log=log, stdout=subprocess.PIPE) as server:
         assert server.stdout is not None
         address = server.stdout.readline().decode().strip()
         assert address.startswith("http://127.0.0.1:"), log.read_text()

@@ -255,15 +255,12 @@ async def test_a_turn_that_arrives_ends_the_search_and_the_lines_are_written(
         server.slots = shown(None)
         server.scripts += [reply("Hi", cache_n=0, prompt_n=80, predicted_n=20)]
         await daemon.ask("a", "Hello", resume=False)
-        held = trio.Event()
-        ask = daemon.client.ask
 
-        async def slow(method: str, path: str, body: Any = None) -> Any:
+        async def hang(path: str) -> None:
             if path == "/apply-template":
-                await held.wait()
-            return await ask(method, path, body)
+                await trio.sleep_forever()
 
-        daemon.client.ask = slow  # type: ignore[method-assign]
+        server.on_probe = hang
         server.slots = shown(99)
         server.scripts += [reply("Two", cache_n=50, prompt_n=20, predicted_n=5), [Send(STREAM_HEAD), Hang()]]
         began = trio.current_time()
@@ -284,13 +281,14 @@ async def test_a_search_that_the_server_does_not_answer_ends_by_itself(
         server.scripts += [reply("Hi", cache_n=0, prompt_n=80, predicted_n=20)]
         await daemon.ask("a", "Hello", resume=False)
 
-        async def never(method: str, path: str, body: Any = None) -> Any:
-            await trio.sleep_forever()
+        async def hang(path: str) -> None:
+            if len(server.completions) == 2:
+                await trio.sleep_forever()
 
+        server.on_probe = hang
         server.slots = error_response(501, "no slots", "not_supported_error")
         server.scripts += [reply("Two", cache_n=50, prompt_n=20, predicted_n=5)]
         await daemon.ask("a", "And?", resume=True)
-        daemon.client.ask = never  # type: ignore[method-assign]
         await trio.sleep(6)
         assert [line.cause for line in await lines_of(daemon)] == [None, "restarted_or_foreign"]
 

@@ -688,3 +688,36 @@ async def test_max_tokens_is_no_matter_where_the_model_does_not_think(
     async with scripted_server() as server:
         report = await run(tmp_path, server, "[request]\nmax_tokens = 100\n[thinking]\nenabled = false\n")
     assert [one.name for one in report.checks if one.name == "max_tokens"] == []
+
+
+# -- saved slots ----------------------------------------------------------------------------------
+
+
+async def test_slots_may_be_saved_where_we_may_remove_and_the_server_saves(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    (tmp_path / "kv").mkdir()
+    text = '[slots]\nsave_dir = "kv"\n'
+    async with scripted_server() as server:
+        server.on_slot_action = lambda *_: error_response(400, "Invalid action", "invalid_request_error")
+        report = await run(tmp_path, server, text)
+        assert check(report, "save_dir").state == "ok"
+        assert "saving" not in states(report)
+        server.on_slot_action = None
+        report = await run(tmp_path, server, text)
+    found = check(report, "saving")
+    assert (found.state, found.message) == ("warn", "the server saves no slots (501)")
+    assert found.remedy == f"Start llama-server with --slot-save-path {tmp_path}/kv/"
+    assert [r.path for r in server.received if r.path.startswith("/slots/")] == ["/slots/0?action=none"] * 2
+
+
+async def test_a_directory_for_slots_where_we_may_not_remove_is_refused(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    async with scripted_server() as server:
+        report = await run(tmp_path, server, '[slots]\nsave_dir = "kv"\n')
+    assert report.failed
+    found = check(report, "save_dir")
+    assert found.state == "fail"
+    assert found.message == f"{tmp_path}/kv: No such file or directory"
+    assert found.remedy.endswith("--slot-save-path; or take [slots] save_dir out")

@@ -244,6 +244,16 @@ def test_the_last_figures_are_those_of_the_last_completion() -> None:
     assert seen == [None, NO_FIGURES, first, first, NO_FIGURES, second]
 
 
+def test_completions_are_counted_and_of_these_the_answers() -> None:
+    log = [START, user(), assistant(call("a")), usage(), result("a"), assistant(content="1"), usage(), user(),
+           assistant(content="2"), usage(), LOSS]  # fmt: skip
+    counts = []
+    for end in range(1, len(log) + 1):
+        state = state_after(*log[1:end])
+        counts.append((state.completions, state.answers))
+    assert counts == [(0, 0), (0, 0), (1, 0), (1, 0), (1, 0), (2, 1), (2, 1), (2, 1), (3, 2), (3, 2), (3, 2)]
+
+
 def test_a_copy_is_independent() -> None:
     state = state_after(user(), assistant(call("c1")), usage())
     other = state.copy()

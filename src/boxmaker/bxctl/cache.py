@@ -99,9 +99,8 @@ def cache_table(session: SessionId, found: Sequence[CacheLine]) -> Iterator[str]
     for one in found:
         seconds = "-" if one.prefill_ms is None else f"{one.prefill_ms / 1000:.1f}"
         figures = (_figure(one.cached), _figure(one.read), _figure(one.generated), _figure(one.lost))
-        rows.append(
-            (str(one.completion), *figures, seconds, f"{_bar(one, most)}{' ' + one.cause if one.cause else ''}")
-        )
+        told = " ".join([_bar(one, most), *([one.cause] if one.cause else []), *_restored(one)])
+        rows.append((str(one.completion), *figures, seconds, told))
     widths = [max(len(row[at]) for row in rows) for at in range(6)]
     for row in rows:
         cells = [f"{cell:>{width}}" for cell, width in zip(row, widths, strict=False)]
@@ -111,6 +110,12 @@ def cache_table(session: SessionId, found: Sequence[CacheLine]) -> Iterator[str]
     ratio = f", {totals.ratio:.2f} times as much" if totals.ratio is not None else ""
     others = f"{totals.lost:,} lost, {totals.cached:,} cached"
     yield f"{totals.read:,} tokens read, {totals.least:,} at least{ratio}; {others}"
+
+
+def _restored(one: CacheLine) -> list[str]:
+    """That a saved slot was restored before it, of a line that anybody may have written."""
+    tokens = one.detail.get("restored")
+    return [f"restored {tokens:,} from disk"] if type(tokens) is int else []
 
 
 def _figure(count: int | None) -> str:
@@ -142,6 +147,7 @@ def why_lines(session: SessionId, found: Sequence[CacheLine]) -> Iterator[str]:
     yield f"lost {last.lost:,} cached tokens: {last.cached or 0:,} of {last.expected or 0:,} were left{cost}"
     cause = last.cause or "unknown"
     yield from (f"{'cause:' if not at else '      '} {line}" for at, line in enumerate(_because(last)))
+    yield from (f"{text}, which did not help" for text in _restored(last))
     yield f"remedy: {REMEDY[cause]}"
     if len(losses) > 1:
         yield f"{len(losses)} losses in all (bxctl cache {session})"

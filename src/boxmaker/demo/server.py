@@ -39,12 +39,15 @@ def chat_template() -> str:
 
 
 def main() -> None:
-    """Serve until stdin ends; an argument is the file of another chat template than the demo's."""
+    """Serve until stdin ends; arguments: the file of another chat template (`-` for ours), where slots may be saved."""
     import xllamacpp  # type: ignore[import-untyped,unused-ignore]  # a demo part: no stubs, not always installed
 
     params = xllamacpp.CommonParams()
     params.model.path = str(find_model())
-    params.chat_template = Path(sys.argv[1]).read_text("utf-8") if len(sys.argv) > 1 else chat_template()
+    template, save_dir = [*sys.argv[1:], "-", ""][:2] if len(sys.argv) < 3 else sys.argv[1:3]
+    params.chat_template = chat_template() if template == "-" else Path(template).read_text("utf-8")
+    if save_dir:
+        params.slot_save_path = f"{save_dir}/"
     params.use_jinja = True
     params.n_parallel = SLOTS
     params.n_ctx = SLOTS * N_CTX_PER_SLOT

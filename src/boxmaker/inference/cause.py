@@ -96,6 +96,11 @@ class SlotRecord:
         known.task_before, known.task = known.task, seen.task
         self.shows_use = self.shows_use or seen.used
 
+    def seen(self, slot: int) -> SlotSeen | None:
+        """How the last look showed the slot, if no completion has come since."""
+        known = self._slots.get(slot)
+        return known.seen if known is not None else None
+
     def began(self, slot: int, session: str) -> None:
         """A request of a session goes to the slot now."""
         known = self._slots.setdefault(slot, _Slot())

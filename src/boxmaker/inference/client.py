@@ -229,6 +229,8 @@ class Client:
             await hold.take(on_ahead)
             try:
                 await self._until_idle(request.slot, emit, first_look)
+                if hold.prepare is not None and await hold.prepare():
+                    await self._until_idle(request.slot, emit, None)
                 hold.on_use()
                 return await self.chat(request, emit)
             except InferenceError as error:

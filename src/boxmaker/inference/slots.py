@@ -91,11 +91,16 @@ class SlotGate:
 
 
 class SlotHold:
-    """One turn's place at the gate: held, or given back for a while; `on_use` is told of each request to the slot."""
+    """One turn's place at the gate: held, or given back for a while.
+
+    `prepare` is called before each request to the slot, once that is idle; True says that it has used the slot itself.
+    `on_use` is told of each request.
+    """
 
     def __init__(self, gate: SlotGate) -> None:
         self._gate = gate
         self.held = False
+        self.prepare: Callable[[], Awaitable[bool]] | None = None
         self.on_use: Callable[[], None] = lambda: None
 
     def take_nowait(self) -> bool:

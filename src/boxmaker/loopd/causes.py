@@ -150,7 +150,10 @@ class CauseFinder:
                     lost=one.lost,
                     prefill_ms=one.prefill_ms,
                     cause=verdict.cause if verdict is not None else None,
-                    detail=verdict.detail if verdict is not None else {},
+                    detail={
+                        **(verdict.detail if verdict is not None else {}),
+                        **({"restored": one.restored} if one.restored is not None else {}),
+                    },
                 )
             )
         return lines

@@ -34,6 +34,7 @@ from boxmaker.inference.families import family_of, heeds_preserve_reasoning
 from boxmaker.inference.request import chat_template_kwargs
 from boxmaker.inference.retry import is_loading
 from boxmaker.loopd.home import exposed_directory, home_problem, lock_holder
+from boxmaker.loopd.saving import save_dir_problem
 from boxmaker.proto.chat import Assistant, ChatMessage, System, ToolSchema
 from boxmaker.session.baseline import Baseline, assemble_baseline, read_system_text
 from boxmaker.tools.registry import Registry
@@ -97,6 +98,7 @@ async def run_selftest(config: Config, client: Client, registry: Registry) -> Re
     report = Report()
     _check_home(report, config.paths.home)
     _check_max_tokens(report, config)
+    _check_save_dir(report, config.slots.save_dir)
     baseline = _check_baseline_files(report, config, registry)
     try:
         props = await _check_server(report, config, client)
@@ -105,6 +107,7 @@ async def run_selftest(config: Config, client: Client, registry: Registry) -> Re
         report.facts.model = props.get("model_alias") if isinstance(props.get("model_alias"), str) else None
         report.facts.saw_props(props)
         n_ctx = await _check_slot(report, config, client, props)
+        await _check_saving(report, config, client)
         await _check_template(report, config, client, props, registry)
         if baseline is not None:
             await _check_budget(report, config, client, baseline, n_ctx)
@@ -141,6 +144,17 @@ def _check_home(report: Report, home: Path) -> None:
             report.warn("home", f"{home}{note}; everybody can write to {exposed}, and so replace what is in it", remedy)
         else:
             report.ok("home", f"{home}{note}")
+
+
+def _check_save_dir(report: Report, directory: Path | None) -> None:
+    if directory is None:
+        return
+    problem = save_dir_problem(directory)
+    if problem is None:
+        report.ok("save_dir", f"{directory}")
+    else:
+        remedy = "Make it a directory that loopd may write and remove in, and start llama-server with it as"
+        report.fail("save_dir", f"{directory}: {problem}", f"{remedy} --slot-save-path; or take [slots] save_dir out")
 
 
 def _check_max_tokens(report: Report, config: Config) -> None:
@@ -234,6 +248,18 @@ async def _check_slot(report: Report, config: Config, client: Client, props: dic
         name = "slot" if len(config.slots.listed) == 1 else f"slot {slot}"
         _check_one_slot(report, config, name, slot, total, of_slot)
     return min(least, default=None)
+
+
+async def _check_saving(report: Report, config: Config, client: Client) -> None:
+    """Was the server started so that it saves slots? It is asked to do what it does not know."""
+    if config.slots.save_dir is not None:
+        answer = await probe(client, "POST", f"/slots/{config.slots.listed[0]}?action=none", {})
+        if answer.status != 400:  # 400: it knows no such action, so it would do those that there are
+            report.warn(
+                "saving",
+                f"the server saves no slots ({answer.status})",
+                f"Start llama-server with --slot-save-path {shell_word(config.slots.save_dir)}/",
+            )
 
 
 def _check_one_slot(report: Report, config: Config, name: str, slot: int, total: int | None, n_ctx: int | None) -> None:

@@ -30,6 +30,7 @@ from boxmaker.log import log_event
 from boxmaker.loopd.causes import CauseFinder
 from boxmaker.loopd.home import bound_socket, inherited_socket, lock_home, notify_systemd, prepare_home
 from boxmaker.loopd.pins import Pins
+from boxmaker.loopd.saving import SlotSaver
 from boxmaker.loopd.selftest import Report, run_selftest
 from boxmaker.loopd.turns import TurnService
 from boxmaker.proto.time import Timestamp, timestamp
@@ -85,8 +86,18 @@ async def serve(config: Config, *, until_eof: bool = False, disk: Disk | None = 
                 fixed=fixed_fields(config),
                 now=now,
             )
+            saver = None
+            if config.slots.save_dir is not None:
+                saver = SlotSaver(client, config, store.disk, config.slots.save_dir)
+                await saver.sweep(store.directory)
             rt = Runtime(
-                config=config, client=client, facts=report.facts, port=FakeTools(now), registry=registry, now=now
+                config=config,
+                client=client,
+                facts=report.facts,
+                port=FakeTools(now),
+                registry=registry,
+                now=now,
+                keeper=saver,
             )
             causes = CauseFinder(client, rt.facts, store.disk, store.directory)
             async with trio.open_nursery() as beside:
@@ -95,6 +106,8 @@ async def serve(config: Config, *, until_eof: bool = False, disk: Disk | None = 
                     several = len(config.slots.listed) > 1  # of one slot nothing need be known
                     pins = Pins(config.slots.listed, slots_in_use(store.directory) if several else ())
                     await _accept(config, TurnService(rt, store, causes, pins), signals, until_eof)
+                    if saver is not None:
+                        await _drain(saver, signals)
                 finally:
                     causes.close()
                     beside.cancel_scope.deadline = trio.current_time() + AFTER_TURNS_S
@@ -159,6 +172,14 @@ async def _accept(config: Config, service: TurnService, signals: AsyncIterator[i
                 grace.cancel_scope.cancel()
             closing.cancel_turns()
             connections.cancel_scope.deadline = trio.current_time() + AFTER_GRACE_S
+
+
+async def _drain(saver: SlotSaver, signals: AsyncIterator[int]) -> None:
+    """Save what our slots hold; one more signal ends that at once."""
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(_stop_on_signal, signals, nursery.cancel_scope)
+        await saver.drain()
+        nursery.cancel_scope.cancel()
 
 
 async def _accept_all(

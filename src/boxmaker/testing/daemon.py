@@ -22,6 +22,7 @@ from boxmaker.inference.request import fixed_fields
 from boxmaker.loopd.causes import CauseFinder
 from boxmaker.loopd.home import prepare_home
 from boxmaker.loopd.pins import Pins
+from boxmaker.loopd.saving import SlotSaver
 from boxmaker.loopd.serve import MIB
 from boxmaker.loopd.turns import TurnService
 from boxmaker.proto.channel import Turn, TurnDone, WireError
@@ -66,6 +67,7 @@ class Daemon:
     service: TurnService
     causes: CauseFinder
     pins: Pins
+    saver: SlotSaver | None
     closing: Closing = field(factory=Closing)
 
     async def connect(self, *, send_buffer_bytes: int | None = None) -> trio.SocketStream:
@@ -158,6 +160,8 @@ async def running_daemon(
             fixed=fixed_fields(config),
             now=now,
         )
+        save_dir = config.slots.save_dir
+        saver = SlotSaver(client, config, store.disk, save_dir) if save_dir is not None else None
         rt = Runtime(
             config=config,
             client=client,
@@ -165,10 +169,12 @@ async def running_daemon(
             port=port or FakeTools(now),
             registry=registry or fake_registry(),
             now=now,
+            keeper=saver,
         )
         async with trio.open_nursery() as nursery:
             causes = CauseFinder(client, rt.facts, store.disk, store.directory)
             nursery.start_soon(causes.run)
             pins = Pins(config.slots.listed, slots_in_use(store.directory))
-            yield Daemon(config, client, store, rt, nursery, TurnService(rt, store, causes, pins), causes, pins)
+            service = TurnService(rt, store, causes, pins)
+            yield Daemon(config, client, store, rt, nursery, service, causes, pins, saver)
             nursery.cancel_scope.cancel()

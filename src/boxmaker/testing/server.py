@@ -202,6 +202,11 @@ class ScriptedServer:
     tokenize: Any = field(factory=lambda: {"tokens": [1, 2, 3]})
     """A JSON value, or a function of the request's, as `apply_template`."""
     refuse_history: Callable[[list[Any]], bytes | None] | None = None
+    models: Any = field(factory=lambda: {"data": [{"id": "scripted", "meta": {"size": 1000}}]})
+    on_slot_action: Callable[[str, Any], bytes] | None = None
+    """What answers `POST /slots/0?action=…`: given all behind the `/slots/` and the body; without it, status 501."""
+    on_probe: Callable[[str], Awaitable[None]] | None = None
+    """Called with the path before each answer but a completion's: a place to wait."""
     on_slots: Callable[[], Awaitable[None]] | None = None
     """Called before each answer of `/slots`: a place to wait, or to change what it says."""
     _arrived: trio.Event = field(factory=trio.Event)
@@ -258,9 +263,17 @@ class ScriptedServer:
             return
         if request.path == "/slots" and self.on_slots is not None:
             await self.on_slots()
+        if self.on_probe is not None:
+            await self.on_probe(request.path)
+        if request.path.startswith("/slots/"):
+            refusal = error_response(501, "This server does not support slots actions.", "not_supported_error")
+            act = self.on_slot_action
+            await stream.send_all(act(request.path.removeprefix("/slots/"), request.json()) if act else refusal)
+            return
         known: dict[str, Any] = {
             "/slots": self.slots,
             "/props": self.props,
+            "/v1/models": self.models,
             "/apply-template": self.apply_template,
             "/v1/chat/completions/input_tokens": self.input_tokens,
             "/tokenize": self.tokenize,

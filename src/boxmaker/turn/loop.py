@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import trio
 from attrs import frozen
@@ -169,6 +170,9 @@ class _Turn:
         self._control.phase = "waiting"
         before = self._session.state.last_figures
         request = ChatRequest(slot=self._slot, body=self._session.request_body(), session=self._session.id)
+        keeper = self._rt.keeper
+        if keeper is not None:
+            self.hold.prepare = partial(keeper.prepare, self._slot, self._session.id, request.body)
         try:
             completion = await self._rt.client.chat_with_retry(request, self.hold, self._emit_chat, look)
         except InferenceError as exc:
@@ -177,6 +181,7 @@ class _Turn:
                 raise SessionFull(message=exc.message, fork=fork) from exc
             raise
         evidence = self._rt.client.record.completed(self._slot, self._session.id)
+        restored = keeper.completed(self._slot, self._session.id, completion.cache_n) if keeper is not None else None
         self._rt.facts.saw_model(completion.model)
         now = self._rt.now()
         figures = figures_of(completion)
@@ -224,6 +229,7 @@ class _Turn:
                 model=completion.model,
                 evidence=evidence,
                 body=request.body if lost else None,
+                restored=restored,
             )
         )
         events += self._context(figures, evidence.seen)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
 
 from attrs import frozen
 
@@ -11,6 +12,7 @@ from boxmaker.inference.cause import Evidence
 from boxmaker.inference.client import Client
 from boxmaker.inference.facts import ServerFacts
 from boxmaker.proto.channel import TurnEvent
+from boxmaker.proto.ids import SessionId
 from boxmaker.proto.time import Timestamp
 from boxmaker.tools.port import ToolPort
 from boxmaker.tools.registry import Registry
@@ -19,9 +21,24 @@ Emit = Callable[[Sequence[TurnEvent]], Awaitable[None]]
 """Takes events for the channel, in order; waits while the channel is slow."""
 
 
+class SlotKeeper(Protocol):
+    """Keeps what a session has in its slot while others use it, and over restarts of the server."""
+
+    async def prepare(self, slot: int, session: SessionId, body: bytes) -> bool:
+        """A request goes to an idle slot of ours, gate in hand; True when the slot was used for this.
+
+        Cancellation: safe at any point.
+        """
+        ...
+
+    def completed(self, slot: int, session: SessionId, cached: int | None) -> int | None:
+        """It has its completion, with so many tokens from the cache; how many a restore before it had brought back."""
+        ...
+
+
 @frozen(kw_only=True)
 class Runtime:
-    """Shared by all turns of the daemon."""
+    """Shared by all turns of the daemon; `keeper` where slots are saved."""
 
     config: Config
     client: Client
@@ -29,13 +46,15 @@ class Runtime:
     port: ToolPort
     registry: Registry
     now: Callable[[], Timestamp]
+    keeper: SlotKeeper | None = None
 
 
 @frozen(kw_only=True)
 class Spent:
     """One completion that is in the log as its number `completion`, and what was seen around it.
 
-    Figures are tokens, None when the server sent none. `body` is its request, kept for a loss alone.
+    Figures are tokens, None when the server sent none. `body` is its request, kept for a loss alone. `restored` tokens
+    were brought back from the disk before it, if any.
     """
 
     time: Timestamp
@@ -50,6 +69,7 @@ class Spent:
     model: str | None
     evidence: Evidence
     body: bytes | None
+    restored: int | None = None
 
 
 async def tell_nobody(_: Sequence[TurnEvent]) -> None:

@@ -1,0 +1,271 @@
+"""Keeps a session's cache over the loss of its slot: saves the slot through the server, and restores it.
+
+Laws:
+* The server is asked to save or restore only with the slot's gate in hand and the slot seen idle.
+* A slot is restored only for a prompt that goes on from the saved one, on a server that is the same.
+* Whatever fails here is told to the daemon's log; the turn goes on as if nothing could be saved.
+* Nothing takes longer than `[slots] save_s`.
+
+What a slot holds: the tokens of the last prompt that was sent to it and of what was generated behind it, without the
+last one; after a cancel a part of that. All of it but the reply's end stays in the session's later prompts.
+Source: issue 8, item 6; `/slots/{id}?action=…` as measured (`../shared/llama-server.md`, 5).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import trio
+from attrs import define, evolve, frozen
+
+from boxmaker.config import Config
+from boxmaker.errors import InferenceError
+from boxmaker.inference.client import Answer, Client
+from boxmaker.inference.facts import limits_of, template_digest
+from boxmaker.log import log_event, log_exception
+from boxmaker.proto.ids import SessionId
+from boxmaker.proto.saved import SavedSlot, ServerIdentity, prompt_mark
+from boxmaker.session.disk import Disk
+from boxmaker.session.saved import SavedFiles
+
+MIB = 1024 * 1024
+
+
+@define
+class _Occupant:
+    """Who was in a slot last, by our own record: the session, its last request, and whether that is saved."""
+
+    session: SessionId
+    body: bytes
+    saved: bool = False
+
+
+@frozen(kw_only=True)
+class _Restored:
+    session: SessionId
+    tokens: int
+    server: ServerIdentity
+
+
+class SlotSaver:
+    """Saves and restores the slots of one daemon; in `turn/` it is a `SlotKeeper`."""
+
+    def __init__(self, client: Client, config: Config, disk: Disk, directory: Path) -> None:
+        self._client = client
+        self._save_s = config.slots.save_s
+        self._most_bytes = config.slots.save_mib * MIB
+        self._disk = disk
+        self._files = SavedFiles(directory, config.paths.home)
+        self._occupants: dict[int, _Occupant] = {}
+        self._restored: dict[int, _Restored] = {}
+        self._useless: set[ServerIdentity] = set()
+        self._off = False
+
+    async def sweep(self, sessions: Path) -> None:
+        """At start: remove what no session of ours has any use for."""
+        try:
+            swept = await self._disk.run(lambda: self._files.sweep(lambda one: os.path.lexists(sessions / one)))
+        except OSError as exc:
+            self._fail("slots_not_swept", exc)
+        else:
+            if swept:
+                log_event("saved_slots_swept", count=swept)
+
+    async def prepare(self, slot: int, session: SessionId, body: bytes) -> bool:
+        """A request of a session is about to go to a slot that is idle and ours: have its cache there.
+
+        Saves what another session of ours has in the slot, and restores what this one has saved. True when the server
+        was asked to do either: then the slot is to be looked at again.
+
+        Cancellation: safe at any point; the server finishes what it was asked, and the slot's next request waits.
+        """
+        before = self._occupants.pop(slot, None)
+        seen = self._client.record.seen(slot)
+        emptied = self._client.record.shows_use and seen is not None and not seen.used
+        acted = False
+        if not self._off:
+            with trio.move_on_after(self._save_s) as limit:
+                if before is not None and before.session != session and not before.saved and not emptied:
+                    acted = True
+                    await self._save(slot, before)
+                if before is None or before.session != session or emptied:
+                    held = seen.held if seen is not None and before is None else None
+                    acted |= await self._restore(slot, session, body, held)
+            if limit.cancelled_caught:
+                acted = True
+                log_event("slot_saving_took_too_long", slot=slot, save_s=self._save_s)
+        self._occupants[slot] = _Occupant(session, body)
+        return acted
+
+    def completed(self, slot: int, session: SessionId, cached: int | None) -> int | None:
+        """The session has its completion: judge the restore before it. Gives how many tokens that one brought back."""
+        restored = self._restored.pop(slot, None)
+        if restored is None or restored.session != session or cached is None:
+            return None
+        if 2 * cached < restored.tokens:
+            self._useless.add(restored.server)
+            log_event("slot_restore_useless", slot=slot, session=session, tokens=restored.tokens, cached=cached)
+        return restored.tokens
+
+    async def drain(self) -> None:
+        """The daemon ends: save what our slots hold, in `save_s` all together.
+
+        Cancellation: safe at any point.
+        """
+        with trio.move_on_after(self._save_s) as limit:
+            for slot, occupant in self._occupants.items():
+                if not occupant.saved and not self._off and (await self._client.look(slot)).state == "idle":
+                    seen = self._client.record.seen(slot)
+                    if seen is None or seen.used or not self._client.record.shows_use:
+                        await self._save(slot, occupant)
+        if limit.cancelled_caught:
+            log_event("slot_saving_took_too_long", save_s=self._save_s)
+
+    async def _save(self, slot: int, occupant: _Occupant) -> None:
+        session = occupant.session
+        try:
+            server = await self._server()
+            mark = prompt_mark(occupant.body)
+            if server is None or server in self._useless or mark is None:
+                return
+            began = trio.current_time()
+            saved = SavedSlot(session=session, server=server, prompt=mark, tokens=0, bytes=0)
+            await self._disk.run(lambda: self._files.remove(session))
+            await self._disk.run(lambda: self._files.write(saved))
+            answer = await self._act(slot, "save", session)
+            tokens, size = answer.value.get("n_saved"), await self._disk.run(lambda: self._files.size(session))
+            if size is None or size != answer.value.get("n_written"):
+                self._off = True
+                log_event("slot_not_saved", slot=slot, session=session, reason="save_dir is not the server's")
+                return
+            if type(tokens) is not int or tokens < 1:
+                return
+            saved = evolve(saved, tokens=tokens, bytes=size)
+            await self._disk.run(lambda: self._files.write(saved))
+            occupant.saved = True
+            took = round(1000 * (trio.current_time() - began))
+            log_event("slot_saved", slot=slot, session=session, tokens=tokens, bytes=size, ms=took)
+            for gone in await self._disk.run(lambda: self._files.keep_within(self._most_bytes)):
+                log_event("saved_slot_removed", session=gone, reason="save_mib")
+        except (InferenceError, OSError, _Refused) as exc:
+            self._fail("slot_not_saved", exc, slot=slot, session=session)
+        except Exception:  # a boundary as the cause finder's: a fault of ours here is no turn's
+            log_exception("slot_not_saved", slot=slot, session=session)
+
+    async def _restore(self, slot: int, session: SessionId, body: bytes, held: int | None) -> bool:
+        """Restore a session's slot if that is of use; True when the server was asked to. It holds `held` tokens now."""
+        asked = False
+        try:
+            saved = await self._disk.run(lambda: self._files.read(session))
+            if saved is None or saved.tokens == held:  # as many tokens as were saved: nobody has used the slot since
+                return False
+            server = await self._server()
+            if server != saved.server or server in self._useless:
+                log_event("slot_not_restored", slot=slot, session=session, reason="another server, or of no use there")
+                return False
+            if prompt_mark(body, saved.prompt.messages) != saved.prompt:
+                log_event("slot_not_restored", slot=slot, session=session, reason="another prompt")
+                await self._disk.run(lambda: self._files.remove(session))
+                return False
+            asked = True
+            answer = await self._act(slot, "restore", session)
+            if answer.value.get("n_restored") != saved.tokens:
+                raise _Refused(f"{answer.value.get('n_restored')} tokens of {saved.tokens} came back")
+            self._restored[slot] = _Restored(session=session, tokens=saved.tokens, server=saved.server)
+            log_event("slot_restored", slot=slot, session=session, tokens=saved.tokens)
+            await self._disk.run(lambda: self._files.used(session))
+        except (InferenceError, OSError, _Refused) as exc:
+            self._fail("slot_not_restored", exc, slot=slot, session=session)
+            if isinstance(exc, _Refused):
+                await self._forget(session)
+        except Exception:  # as in `_save`
+            log_exception("slot_not_restored", slot=slot, session=session)
+        return asked
+
+    async def _forget(self, session: SessionId) -> None:
+        """A file that the server does not take is of no use to it again."""
+        try:
+            await self._disk.run(lambda: self._files.remove(session))
+        except OSError as exc:
+            self._fail("slots_not_swept", exc, session=session)
+
+    async def _act(self, slot: int, action: str, session: SessionId) -> Answer:
+        """Have the server save or restore.
+
+        Raises:
+            InferenceError: no answer.
+            _Refused: any other answer than an object with status 200.
+        """
+        body = {"filename": self._files.kv_name(session)}
+        answer = await self._client.ask("POST", f"/slots/{slot}?action={action}", body)
+        if answer.status == 501:
+            self._off = True  # started without --slot-save-path, or without --slots
+        if answer.status != 200 or not isinstance(answer.value, dict):
+            raise _Refused(str(answer.error()))
+        return answer
+
+    async def _server(self) -> ServerIdentity | None:
+        """Which server it is just now; None when it does not say enough.
+
+        Raises:
+            InferenceError: it could not be asked.
+        """
+        props = (await self._client.ask("GET", "/props")).value
+        models = (await self._client.ask("GET", "/v1/models")).value
+        return server_identity(props, models)
+
+    def _fail(self, event: str, exc: Exception, **fields: object) -> None:
+        reason = (exc.strerror or str(exc)) if isinstance(exc, OSError) else str(exc)
+        log_event(event, reason=reason, **fields)
+
+
+class _Refused(Exception):
+    """The server did not do what it was asked; the text says why."""
+
+
+def server_identity(props: Any, models: Any) -> ServerIdentity | None:
+    """Who a server is by `/props` and `/v1/models`; None when it names no model file or no context."""
+    if not isinstance(props, dict) or type(props.get("model_path")) is not str:
+        return None
+    n_ctx, _ = limits_of(props)
+    if n_ctx is None:
+        return None
+    build = props.get("build_info")
+    return ServerIdentity(
+        model_path=props["model_path"],
+        model_bytes=_model_bytes(models),
+        n_ctx=n_ctx,
+        template=template_digest(props),
+        build=build if type(build) is str else None,
+    )
+
+
+def _model_bytes(models: Any) -> int | None:
+    try:
+        size = models["data"][0]["meta"]["size"]
+    except (LookupError, TypeError):
+        return None
+    return size if type(size) is int and size >= 0 else None
+
+
+def save_dir_problem(directory: Path) -> str | None:
+    """Why slots cannot be kept in a directory; None when they can.
+
+    Files there are the server's, so removing them needs the right to write the directory, and no sticky bit on it
+    unless it is ours.
+    """
+    try:
+        found = os.stat(directory)
+    except OSError as exc:
+        return exc.strerror or str(exc)
+    if not stat.S_ISDIR(found.st_mode):
+        return os.strerror(errno.ENOTDIR)
+    if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
+        return "loopd may not read, write and remove there"
+    if found.st_mode & stat.S_ISVTX and os.geteuid() not in (0, found.st_uid):
+        return "its sticky bit lets nobody remove the server's files"
+    return None

@@ -1,0 +1,117 @@
+"""The files of saved slots in `[slots] save_dir`: the server writes `.kv`, we write the `.json` record beside it.
+
+Laws:
+* A file is ours by its name, a digest of home and session, and by its record, which names the session; nothing else is
+  ever removed.
+* Whatever is missing or damaged here costs a cache and nothing more: anybody may empty the directory at any time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from attrs import frozen
+
+from boxmaker.errors import ValueRefused
+from boxmaker.proto.ids import SessionId
+from boxmaker.proto.saved import SAVED_SLOT, SavedSlot
+
+RECORD_MAX_BYTES = 65_536
+_NAME = re.compile(r"boxmaker-[0-9a-f]{32}\.json")
+
+
+@frozen
+class SavedFiles:
+    """Those of one home. Every method but `kv_name` blocks on the disk, and raises OSError where that says no."""
+
+    directory: Path
+    home: Path
+
+    def kv_name(self, session: SessionId) -> str:
+        """The name of a session's file, of letters that every server takes."""
+        digest = hashlib.sha256(f"{self.home}\0{session}".encode()).hexdigest()
+        return f"boxmaker-{digest[:32]}.kv"
+
+    def _record(self, session: SessionId) -> Path:
+        return self.directory / Path(self.kv_name(session)).with_suffix(".json")
+
+    def size(self, session: SessionId) -> int | None:
+        """How many bytes the server has written for a session; None when there is no file."""
+        try:
+            return os.lstat(self.directory / self.kv_name(session)).st_size
+        except FileNotFoundError:
+            return None
+
+    def write(self, saved: SavedSlot) -> None:
+        """Put the record of a session in place, whole or not at all."""
+        record = self._record(saved.session)
+        building = record.with_suffix(".new")
+        fd = os.open(building, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
+            file.write(SAVED_SLOT.encode(saved) + "\n")
+        os.replace(building, record)
+
+    def read(self, session: SessionId) -> SavedSlot | None:
+        """The record of a session whose file is there and whole; None without."""
+        saved = self._read(self._record(session))
+        whole = saved is not None and saved.session == session and saved.tokens and saved.bytes == self.size(session)
+        return saved if whole else None
+
+    def used(self, session: SessionId) -> None:
+        """Note that a session's file was of use now: the quota takes what was of use longest ago."""
+        os.utime(self._record(session))
+
+    def remove(self, session: SessionId) -> None:
+        """Remove what a session has here; the record goes last, so that nothing is left without one."""
+        for file in (self.directory / self.kv_name(session), self._record(session)):
+            file.unlink(missing_ok=True)
+
+    def sweep(self, exists: Callable[[SessionId], bool]) -> int:
+        """Remove what no session of this home has any use for; how many sessions' files that were."""
+        swept = 0
+        for saved in list(self._ours()):
+            if not exists(saved.session) or self.read(saved.session) is None:
+                self.remove(saved.session)
+                swept += 1
+        return swept
+
+    def keep_within(self, most_bytes: int) -> list[SessionId]:
+        """Remove what was of use longest ago until the rest is at most `most_bytes`; the sessions concerned."""
+        found = []
+        for saved in self._ours():
+            found.append(
+                (os.lstat(self._record(saved.session)).st_mtime_ns, self.size(saved.session) or 0, saved.session)
+            )
+        total = sum(size for _, size, _ in found)
+        removed: list[SessionId] = []
+        for _, size, session in sorted(found):
+            if total <= most_bytes:
+                break
+            self.remove(session)
+            removed.append(session)
+            total -= size
+        return removed
+
+    def _ours(self) -> Iterator[SavedSlot]:
+        for entry in os.scandir(self.directory):
+            if _NAME.fullmatch(entry.name):
+                saved = self._read(Path(entry.path))
+                if saved is not None and self._record(saved.session).name == entry.name:
+                    yield saved
+
+    def _read(self, record: Path) -> SavedSlot | None:
+        try:
+            fd = os.open(record, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            return None
+        try:
+            saved = SAVED_SLOT.decode(os.read(fd, RECORD_MAX_BYTES).rstrip(b"\n"))
+        except (OSError, ValueRefused):
+            return None
+        finally:
+            os.close(fd)
+        return saved

@@ -1,0 +1,469 @@
+"""Saving and restoring slots on a scripted server: what is asked, in which order, and that no failure hurts a turn."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from attrs import define, field
+from trio.testing import MockClock
+
+from boxmaker.loopd.saving import save_dir_problem, server_identity
+from boxmaker.proto.ids import SessionId
+from boxmaker.proto.saved import ServerIdentity
+from boxmaker.session.saved import SavedFiles
+from boxmaker.testing.daemon import Daemon, running_daemon
+from boxmaker.testing.server import ScriptedServer, error_response, json_response, reply, scripted_server
+
+TEXT = '[slots]\nsave_dir = "kv"\n'
+PROPS = {
+    "default_generation_settings": {"n_ctx": 4096},
+    "total_slots": 2,
+    "model_path": "/models/m.gguf",
+    "model_alias": "scripted",
+    "chat_template": "abc",
+    "build_info": "b1",
+}
+
+
+@define
+class Kv:
+    """A server's side of a save_dir: `tokens` in the slot, `size` bytes a file; `asked` in order."""
+
+    directory: Path
+    tokens: int = 14
+    size: int = 100
+    asked: list[str] = field(factory=list)
+
+    def act(self, what: str, body: Any) -> bytes:
+        self.asked.append(what)
+        file = self.directory / body["filename"]
+        if what.endswith("save"):
+            file.write_bytes(b"k" * self.size)
+            return json_response(200, {"n_saved": self.tokens, "n_written": self.size})
+        return json_response(200, {"n_restored": self.tokens, "n_read": file.stat().st_size})
+
+
+def shown(held: int | None) -> list[dict[str, Any]]:
+    """`/slots` with the slot idle, holding so many tokens; None: never used."""
+    entry: dict[str, Any] = {"id": 0, "n_ctx": 4096, "is_processing": False}
+    return [entry if held is None else {**entry, "id_task": 1, "n_prompt_tokens": held}]
+
+
+@asynccontextmanager
+async def serving(directory: Path, text: str = TEXT) -> AsyncIterator[tuple[ScriptedServer, Kv, Daemon]]:
+    (directory / "kv").mkdir(exist_ok=True)
+    async with scripted_server() as server:
+        kv = Kv(directory / "kv")
+        server.props, server.on_slot_action = dict(PROPS), kv.act
+        async with running_daemon(directory, server.url, text) as daemon:
+            yield server, kv, daemon
+
+
+async def say(
+    server: ScriptedServer, daemon: Daemon, session: str = "a", *, cached: int = 0, resume: bool = True
+) -> None:
+    """A turn whose slot holds 14 tokens more than it began with."""
+    server.scripts = [reply("Hi", cache_n=cached, prompt_n=10, predicted_n=5)]
+    await daemon.ask(session, "Hello", resume=resume)
+
+
+async def save(directory: Path) -> None:
+    """A daemon that talks once and ends as SIGTERM has it."""
+    async with serving(directory) as (server, _, daemon):
+        assert daemon.saver is not None
+        server.slots = shown(None)
+        await say(server, daemon, resume=False)
+        server.slots = shown(14)
+        await daemon.saver.drain()
+
+
+def paths(server: ScriptedServer) -> list[str]:
+    return [request.path.removeprefix("/v1/") for request in server.received]
+
+
+def files(directory: Path) -> SavedFiles:
+    return SavedFiles(directory / "kv", directory / "home")
+
+
+def logged(caplog: pytest.LogCaptureFixture, event: str) -> list[dict[str, Any]]:
+    return [vars(record).get("fields", {}) for record in caplog.records if record.getMessage() == event]
+
+
+async def test_what_a_daemon_saved_at_its_end_is_restored_before_the_next_request(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    await save(tmp_path)
+    saved = files(tmp_path).read(SessionId("a"))
+    assert saved is not None
+    assert (saved.session, saved.tokens, saved.bytes, saved.prompt.messages) == ("a", 14, 100, 2)
+    assert saved.server == ServerIdentity(
+        model_path="/models/m.gguf", model_bytes=1000, n_ctx=4096, template="ba7816bf8f01", build="b1"
+    )
+    async with serving(tmp_path) as (server, kv, daemon):
+        server.slots = shown(None)
+        await say(server, daemon, cached=14)
+        asked = ["/slots", "/props", "models", "/slots/0?action=restore", "/slots", "chat/completions"]
+        assert paths(server) == asked
+        await say(server, daemon, cached=28)
+        assert paths(server)[len(asked) :] == ["/slots", "chat/completions"], "once"
+        assert kv.asked == ["0?action=restore"]
+
+
+async def test_nothing_is_asked_without_a_save_dir(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async with serving(tmp_path, "") as (server, kv, daemon):
+        assert daemon.saver is None
+        await say(server, daemon, resume=False)
+        assert (paths(server), kv.asked) == (["/slots", "chat/completions"], [])
+
+
+async def test_a_slot_that_still_holds_what_was_saved_is_left_alone(tmp_path: Path, autojump_clock: MockClock) -> None:
+    await save(tmp_path)
+    async with serving(tmp_path) as (server, kv, daemon):
+        server.slots = shown(14)
+        await say(server, daemon, cached=14)
+        assert kv.asked == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_path": "/models/other.gguf"},
+        {"default_generation_settings": {"n_ctx": 2048}},
+        {"chat_template": "abd"},
+        {"build_info": "b2"},
+        {"model_path": None},
+        "size",
+    ],
+)
+async def test_another_server_is_not_given_it_and_it_is_kept(
+    tmp_path: Path, autojump_clock: MockClock, change: dict[str, Any] | str
+) -> None:
+    await save(tmp_path)
+    async with serving(tmp_path) as (server, kv, daemon):
+        server.slots = shown(None)
+        if isinstance(change, dict):
+            server.props |= change
+        else:
+            server.models = {"data": [{"meta": {"size": 1001}}]}
+        await say(server, daemon)
+        assert kv.asked == []
+    assert files(tmp_path).read(SessionId("a")) is not None
+
+
+async def test_another_prompt_is_not_given_it(tmp_path: Path, autojump_clock: MockClock) -> None:
+    await save(tmp_path)
+    async with serving(tmp_path, TEXT + "[request.chat_template_kwargs]\nx = 1\n") as (server, kv, daemon):
+        server.slots = shown(None)
+        await say(server, daemon)
+        assert kv.asked == []
+    assert list((tmp_path / "kv").iterdir()) == []
+
+
+async def test_a_session_is_saved_before_another_one_takes_its_slot(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async with serving(tmp_path) as (server, kv, daemon):
+        server.slots = shown(5)
+        await say(server, daemon, "a", resume=False)
+        await say(server, daemon, "b", resume=False)
+        await say(server, daemon, "a", cached=14)
+        await say(server, daemon, "a", cached=28)
+        assert kv.asked == ["0?action=save", "0?action=save", "0?action=restore"]
+        assert paths(server)[-2:] == ["/slots", "chat/completions"]
+
+
+async def test_a_slot_that_a_restart_has_emptied_is_not_saved(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async with serving(tmp_path) as (server, kv, daemon):
+        assert daemon.saver is not None
+        server.slots = shown(5)
+        await say(server, daemon, "a", resume=False)
+        server.slots = shown(None)
+        await say(server, daemon, "b", resume=False)
+        await daemon.saver.drain()
+        assert kv.asked == []
+
+
+async def test_a_restart_of_the_server_alone_has_an_earlier_state_restored(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    await save(tmp_path)
+    async with serving(tmp_path) as (server, kv, daemon):
+        server.slots = shown(14)
+        await say(server, daemon, cached=14)
+        server.slots = shown(None)
+        await say(server, daemon, cached=14)
+        assert kv.asked == ["0?action=restore"]
+
+
+async def test_a_restore_that_did_nothing_is_told_and_not_tried_again_for_this_server(
+    tmp_path: Path, autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "boxmaker")
+    await save(tmp_path)
+    async with serving(tmp_path) as (server, kv, daemon):
+        assert daemon.saver is not None
+        server.slots = shown(None)
+        await say(server, daemon, cached=6)
+        assert logged(caplog, "slot_restore_useless") == [{"slot": 0, "session": "a", "tokens": 14, "cached": 6}]
+        server.slots = shown(5)
+        await say(server, daemon, "b", resume=False)
+        await say(server, daemon, "a")
+        await daemon.saver.drain()
+        assert kv.asked == ["0?action=restore"]
+        server.props["build_info"] = "b2"  # another server: perhaps it can
+        await daemon.saver.drain()
+        assert kv.asked[1:] == ["0?action=save"]
+
+
+async def test_half_of_it_is_not_nothing(
+    tmp_path: Path, autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "boxmaker")
+    await save(tmp_path)
+    async with serving(tmp_path) as (server, _, daemon):
+        server.slots = shown(None)
+        await say(server, daemon, cached=7)
+    assert logged(caplog, "slot_restore_useless") == []
+
+
+def refuse(status: int) -> Callable[[Kv, str, Any], bytes]:
+    return lambda *_: error_response(status, "no")
+
+
+def lie(**values: Any) -> Callable[[Kv, str, Any], bytes]:
+    def act(kv: Kv, what: str, body: Any) -> bytes:
+        kv.act(what, body)
+        return json_response(200, {"n_saved": 14, "n_written": 100, "n_restored": 14} | values)
+
+    return act
+
+
+BAD: dict[str, Callable[[Kv, str, Any], bytes]] = {
+    "501": refuse(501),
+    "400": refuse(400),
+    "500": refuse(500),
+    "no object": lambda *_: json_response(200, []),
+    "not there": lambda *_: json_response(200, {"n_saved": 14, "n_written": 100}),
+    "another size": lie(n_written=99),
+    "no tokens": lie(n_saved=0),
+    "odd tokens": lie(n_saved="14", n_restored="14"),
+    "fewer come back": lie(n_restored=13),
+    "cut off": lambda *_: b"HTTP/1.1 200 OK\r\nContent-Length: 50\r\n\r\n{",
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+@pytest.mark.parametrize("action", ["save", "restore"])
+async def test_no_failure_of_the_server_hurts_a_turn(
+    tmp_path: Path, autojump_clock: MockClock, caplog: pytest.LogCaptureFixture, action: str, kind: str
+) -> None:
+    """Two sessions take turns on a slot, so each turn saves one and restores the other."""
+    caplog.set_level("INFO", "boxmaker")
+    async with serving(tmp_path) as (server, kv, daemon):
+        server.slots = shown(5)
+        await say(server, daemon, "a", resume=False)
+        await say(server, daemon, "b", resume=False)  # a is saved
+        server.on_slot_action = lambda what, body: (
+            BAD[kind](kv, what, body) if what.endswith(action) else kv.act(what, body)
+        )
+        for session in ("a", "b"):
+            await say(server, daemon, session)
+    assert logged(caplog, "tool_port_failed") == []
+    for name in os.listdir(tmp_path / "kv"):
+        if name.endswith(".kv"):
+            assert (tmp_path / "kv" / name).with_suffix(".json").exists(), "no file without its record"
+
+
+async def test_a_file_that_the_server_does_not_take_is_removed(tmp_path: Path, autojump_clock: MockClock) -> None:
+    await save(tmp_path)
+    async with serving(tmp_path) as (server, _, daemon):
+        server.slots = shown(None)
+        server.on_slot_action = lambda *_: error_response(400, "no")
+        await say(server, daemon)
+    assert list((tmp_path / "kv").iterdir()) == []
+
+
+async def test_a_directory_that_is_not_the_servers_is_found_out(
+    tmp_path: Path, autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The file that it says it has written is another one, or none."""
+    caplog.set_level("INFO", "boxmaker")
+    async with serving(tmp_path) as (server, kv, daemon):
+        server.slots = shown(5)
+        server.on_slot_action = lambda what, body: lie(n_written=99)(kv, what, body)
+        for number, session in enumerate(["a", "b", "a"]):
+            await say(server, daemon, session, resume=number > 1)
+        assert kv.asked == ["0?action=save"]
+    assert [one["reason"] for one in logged(caplog, "slot_not_saved")] == ["save_dir is not the server's"]
+    assert files(tmp_path).read(SessionId("a")) is None
+
+
+async def test_what_is_saved_is_not_saved_again(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async with serving(tmp_path) as (server, kv, daemon):
+        assert daemon.saver is not None
+        server.slots = shown(5)
+        await say(server, daemon, resume=False)
+        await daemon.saver.drain()
+        await daemon.saver.drain()
+        assert kv.asked == ["0?action=save"]
+        await say(server, daemon, cached=14)
+        await daemon.saver.drain()
+        assert kv.asked == ["0?action=save"] * 2
+
+
+async def test_a_server_that_saves_nothing_is_asked_once(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async with serving(tmp_path) as (server, kv, daemon):
+        server.slots = shown(5)
+        server.on_slot_action = lambda what, body: kv.asked.append(what) or error_response(501, "no")  # type: ignore[func-returns-value]  # for its effect
+        for number, session in enumerate(["a", "b", "a", "b"]):
+            await say(server, daemon, session, resume=number > 1)
+        assert kv.asked == ["0?action=save"]
+
+
+async def test_saving_takes_no_longer_than_it_may(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async with serving(tmp_path, TEXT + "save_s = 3\n") as (server, _, daemon):
+        assert daemon.saver is not None
+        server.slots = shown(5)
+        await say(server, daemon, "a", resume=False)
+
+        async def hang(path: str) -> None:
+            if "action" in path:
+                await trio.sleep_forever()
+
+        server.on_probe = hang
+        began = trio.current_time()
+        await say(server, daemon, "b", resume=False)
+        assert trio.current_time() - began == pytest.approx(3)
+        began = trio.current_time()
+        await daemon.saver.drain()
+        assert trio.current_time() - began == pytest.approx(3)
+    assert files(tmp_path).read(SessionId("a")) is None
+
+
+async def test_a_turn_that_is_hung_up_on_while_its_slot_is_saved_leaves_all_in_order(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    async with serving(tmp_path) as (server, kv, daemon):
+        server.slots = shown(5)
+        await say(server, daemon, "a", resume=False)
+        asked = trio.Event()
+
+        async def hang(path: str) -> None:
+            if "action" in path:
+                asked.set()
+                await trio.sleep_forever()
+
+        server.on_probe = hang
+        stream, _ = await daemon.open("b", "Hello", resume=False)
+        await asked.wait()
+        await stream.aclose()
+        await daemon.until_free("b")
+        server.on_probe = None
+        await say(server, daemon, "a", cached=14)
+        await say(server, daemon, "b")
+        assert kv.asked == ["0?action=save"], "of a, which was there last for certain"
+
+
+async def test_a_directory_that_goes_away_hurts_no_turn(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async with serving(tmp_path) as (server, kv, daemon):
+        assert daemon.saver is not None
+        server.slots = shown(5)
+        await say(server, daemon, "a", resume=False)
+        (tmp_path / "kv").rmdir()
+        await say(server, daemon, "b", resume=False)
+        await daemon.saver.sweep(daemon.store.directory)
+        await daemon.saver.drain()
+        assert kv.asked == []
+
+
+async def test_files_that_were_deleted_are_no_loss(tmp_path: Path, autojump_clock: MockClock) -> None:
+    await save(tmp_path)
+    for file in (tmp_path / "kv").iterdir():
+        file.unlink()
+    async with serving(tmp_path) as (server, kv, daemon):
+        server.slots = shown(None)
+        await say(server, daemon)
+        assert kv.asked == []
+
+
+async def test_the_quota_takes_what_was_of_use_longest_ago(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async with serving(tmp_path, TEXT + "save_mib = 1\n") as (server, kv, daemon):
+        kv.size = 400_000
+        server.slots = shown(5)
+        for session in ("a", "b", "c", "d"):
+            await say(server, daemon, session, resume=False)
+            for one in "abc":  # the clock of the disk is too coarse to tell them apart
+                record = (tmp_path / "kv" / files(tmp_path).kv_name(SessionId(one))).with_suffix(".json")
+                if record.exists():
+                    os.utime(record, (ord(one), ord(one)))
+    kept = [one for one in "abcd" if files(tmp_path).read(SessionId(one)) is not None]
+    assert kept == ["b", "c"], "two of 400,000 bytes fit into a MiB, d is still in the slot"
+
+
+async def test_what_no_session_has_a_use_for_is_swept_and_nothing_else(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    await save(tmp_path)
+    kv = tmp_path / "kv"
+    mine = files(tmp_path)
+    record = json.loads((kv / mine.kv_name(SessionId("a"))).with_suffix(".json").read_text())
+
+    def put(files: SavedFiles, session: str, **changes: Any) -> None:
+        name = kv / files.kv_name(SessionId(session))
+        name.write_bytes(b"k" * 100)
+        value = record | {"session": session} | changes
+        name.with_suffix(".json").write_text(json.dumps(value) + "\n")
+
+    put(mine, "gone")
+    put(mine, "cut", bytes=0, tokens=0)
+    other = SavedFiles(kv, tmp_path / "other home")
+    put(other, "a")
+    (kv / "owner.kv").write_bytes(b"mine")
+    (kv / f"boxmaker-{'0' * 32}.kv").write_bytes(b"without a record")
+    (kv / f"boxmaker-{'1' * 32}.json").write_text("{}")
+    async with serving(tmp_path) as (_, _, daemon):
+        assert daemon.saver is not None
+        (daemon.store.directory / "cut").mkdir()
+        await daemon.saver.sweep(daemon.store.directory)
+    left = {file.name for file in kv.iterdir()}
+    kept = {"owner.kv", f"boxmaker-{'0' * 32}.kv", f"boxmaker-{'1' * 32}.json"}
+    for one in (mine, other):
+        name = one.kv_name(SessionId("a"))
+        kept |= {name, name.replace(".kv", ".json")}
+    assert left == kept
+
+
+def test_a_directory_must_be_one_where_we_may_remove(tmp_path: Path) -> None:
+    assert save_dir_problem(tmp_path) is None
+    assert save_dir_problem(tmp_path / "none") == "No such file or directory"
+    (tmp_path / "file").write_text("")
+    assert save_dir_problem(tmp_path / "file") == "Not a directory"
+
+
+@pytest.mark.parametrize(
+    ("props", "models", "found"),
+    [
+        (PROPS, {"data": [{"meta": {"size": 5}}]}, 5),
+        (PROPS, {"data": []}, None),
+        (PROPS, None, None),
+        (PROPS, {"data": [{"meta": {"size": "5"}}]}, None),
+        (PROPS | {"build_info": 7}, {"data": [{"meta": {"size": 5}}]}, 5),
+        ({**PROPS, "default_generation_settings": {}}, None, "unknown"),
+        ({}, None, "unknown"),
+        (None, None, "unknown"),
+    ],
+)
+def test_a_server_is_known_by_its_model_context_and_template(props: Any, models: Any, found: Any) -> None:
+    identity = server_identity(props, models)
+    if found == "unknown":
+        assert identity is None
+    else:
+        build = "b1" if props["build_info"] == "b1" else None
+        assert identity == ServerIdentity(
+            model_path="/models/m.gguf", model_bytes=found, n_ctx=4096, template="ba7816bf8f01", build=build
+        )
