@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.bench import Row, as_json, table
 
-NAMES = ("per_token", "added_time", "resume", "appends", "memory", "many", "startup", "cache")
+NAMES = ("per_token", "added_time", "resume", "appends", "memory", "many", "startup", "cache", "restart")
 """In the order of their issues; `resume` belongs to the second of these."""
 LIMIT_S = 600
 """For one benchmark; each takes less than half of it."""

@@ -21,10 +21,13 @@ from boxmaker.testing.server import (
     STREAM_HEAD,
     Hang,
     Script,
+    ScriptedServer,
     Send,
     Until,
     delta,
     ending,
+    error_response,
+    json_response,
     reply,
     scripted_server,
 )
@@ -263,3 +266,66 @@ async def test_what_a_killed_creation_left_goes_at_start_up(short_dir: Path) -> 
             assert names(sessions) == ["kept"]
             assert "event=unfinished_sessions_removed count=1" in daemon.log
             await daemon.stop(signal.SIGTERM)
+
+
+# -- saved slots ------------------------------------------------------------------------------------
+
+
+def with_saving(server: ScriptedServer, directory: Path) -> tuple[Path, list[str]]:
+    """A server that saves into `kv`, and the configuration for it; what it is asked comes into the list."""
+    kv = directory / "kv"
+    kv.mkdir()
+    asked: list[str] = []
+
+    def act(what: str, body: dict[str, str]) -> bytes:
+        asked.append(what)
+        if what.endswith("none"):
+            return error_response(400, "Invalid action", "invalid_request_error")
+        if what.endswith("save"):
+            (kv / body["filename"]).write_bytes(b"kv")
+        return json_response(200, {"n_saved": 14, "n_written": 2, "n_restored": 14})
+
+    server.props["model_path"] = "/models/m.gguf"
+    server.on_slot_action = act
+    return write_config(directory, server.url, '[slots]\nsave_dir = "kv"\n'), asked
+
+
+async def test_a_slot_is_saved_at_sigterm_and_restored_by_the_next_daemon(short_dir: Path) -> None:
+    async with scripted_server(reply("One."), reply("Two.", cache_n=14)) as server:
+        config, asked = with_saving(server, short_dir)
+        async with loopd_serve(config) as daemon:
+            await daemon.turn("s", "one", resume=False)
+            assert await daemon.stop(signal.SIGTERM) == 0
+        assert asked == ["0?action=none", "0?action=save"]
+        assert len(names(short_dir / "kv")) == 2
+        async with loopd_serve(config) as daemon:
+            await daemon.turn("s", "two", resume=True)
+            assert await daemon.stop(signal.SIGKILL) == -signal.SIGKILL
+        assert asked[2:] == ["0?action=none", "0?action=restore"]
+        for file in (short_dir / "home" / "sessions" / "s").iterdir():
+            file.unlink()
+        (short_dir / "home" / "sessions" / "s").rmdir()
+        async with loopd_serve(config) as daemon:
+            await daemon.wait_for("event=ready")
+            assert names(short_dir / "kv") == [], "of a session that is gone"
+            assert await daemon.stop(signal.SIGTERM) == 0
+
+
+async def test_a_second_signal_ends_the_saving(short_dir: Path) -> None:
+    async with scripted_server(reply("One.")) as server:
+        config, _ = with_saving(server, short_dir)
+        saving = trio.Event()
+
+        async def hang(path: str) -> None:
+            if path.endswith("save"):
+                saving.set()
+                await trio.sleep_forever()
+
+        server.on_probe = hang
+        async with loopd_serve(config) as daemon:
+            await daemon.turn("s", "one", resume=False)
+            daemon.process.send_signal(signal.SIGTERM)
+            await saving.wait()
+            began = trio.current_time()
+            assert await daemon.stop(signal.SIGTERM) == 0
+            assert trio.current_time() - began < 8, "save_s is 10"

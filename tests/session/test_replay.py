@@ -245,8 +245,8 @@ def test_the_last_figures_are_those_of_the_last_completion() -> None:
 
 
 def test_completions_are_counted_and_of_these_the_answers() -> None:
-    log = [START, user(), assistant(call("a")), usage(), result("a"), assistant(content="1"), usage(), user(),
-           assistant(content="2"), usage(), LOSS]  # fmt: skip
+    turn: list[LogRecord] = [user(), assistant(call("a")), usage(), result("a"), assistant(content="1"), usage()]
+    log: list[LogRecord] = [START, *turn, user(), assistant(content="2"), usage(), LOSS]
     counts = []
     for end in range(1, len(log) + 1):
         state = state_after(*log[1:end])
