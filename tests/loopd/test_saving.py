@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -443,6 +444,16 @@ def test_a_directory_must_be_one_where_we_may_remove(tmp_path: Path) -> None:
     assert save_dir_problem(tmp_path / "none") == "No such file or directory"
     (tmp_path / "file").write_text("")
     assert save_dir_problem(tmp_path / "file") == "Not a directory"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may remove everywhere")
+def test_a_directory_where_we_may_not_remove_is_none(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    assert save_dir_problem(tmp_path) == "loopd may not read, write and remove there"
+    tmp_path.chmod(0o700)
+    shared = os.stat("/tmp")  # everybody may write there, and remove what is their own
+    if shared.st_mode & stat.S_ISVTX and shared.st_uid != os.geteuid():
+        assert save_dir_problem(Path("/tmp")) == "its sticky bit lets nobody remove the server's files"
 
 
 @pytest.mark.parametrize(
