@@ -22,7 +22,8 @@ REMEDY: dict[CauseName, str] = {
     "evicted": "Give each session a slot of its own: start llama-server with a larger -np, and list the slots in"
     " [slots] main.",
     "model": "None: another model, context or template begins with an empty cache.",
-    "restarted": "Keep llama-server running: its cache is in its memory. Or set [slots] save_dir, so that it comes back.",
+    "restarted": "Keep llama-server running: its cache is in its memory. Or set [slots] save_dir, so that it comes"
+    " back.",
     "foreign": "Keep other clients off our slots: pin them to another id_slot, and start llama-server with"
     " --no-kv-unified, or it empties idle slots.",
     "restarted_or_foreign": "Start llama-server with --slots, so that the next loss can be told apart; keep other"
