@@ -91,6 +91,17 @@ def test_every_key_but_the_url_has_the_default_of_the_design(tmp_path: Path) -> 
     assert config.baseline.token_budget == 3000
 
 
+def test_slots_are_saved_beside_the_file_where_no_other_place_is_named(tmp_path: Path) -> None:
+    assert load(tmp_path, with_key("slots", "save_dir", '"kv"')).slots.save_dir == tmp_path / "kv"
+    assert load(tmp_path, with_key("slots", "save_dir", '"/var/kv"')).slots.save_dir == Path("/var/kv")
+
+
+def test_another_home_saves_no_slots(tmp_path: Path) -> None:
+    """It is soon gone, and nobody would sweep what it leaves."""
+    config = load(tmp_path, with_key("slots", "save_dir", '"kv"'))
+    assert at_home(config, tmp_path / "other").slots.save_dir is None
+
+
 def test_an_empty_file_lacks_the_url_alone(tmp_path: Path) -> None:
     assert problems(tmp_path, "") == ["[server] url: is missing, and has no default"]
     assert problems(tmp_path, "[server]\n") == ["[server] url: is missing, and has no default"]

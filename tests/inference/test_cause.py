@@ -89,6 +89,17 @@ def test_the_record_counts_requests_of_the_session_itself_that_had_no_answer() -
     assert record.completed(0, "a").tries == 1
 
 
+def test_the_last_look_is_there_until_a_completion_has_come() -> None:
+    record = SlotRecord()
+    assert record.seen(0) is None
+    record.looked(0, used(7))
+    record.began(0, "a")
+    assert record.seen(0) == used(7)
+    assert record.seen(1) is None
+    record.completed(0, "a")
+    assert record.seen(0) is None
+
+
 def test_a_look_counts_for_the_request_that_follows_it_alone() -> None:
     record = SlotRecord()
     record.looked(0, UNUSED)
