@@ -169,7 +169,7 @@ async def test_another_prompt_is_not_given_it(tmp_path: Path, autojump_clock: Mo
 
 async def test_a_session_is_saved_before_another_one_takes_its_slot(tmp_path: Path, autojump_clock: MockClock) -> None:
     async with serving(tmp_path) as (server, kv, daemon):
-        server.slots = shown(5)
+        server.slots = shown(14)
         await say(server, daemon, "a", resume=False)
         await say(server, daemon, "b", resume=False)
         await say(server, daemon, "a", cached=14)
@@ -181,7 +181,7 @@ async def test_a_session_is_saved_before_another_one_takes_its_slot(tmp_path: Pa
 async def test_a_slot_that_a_restart_has_emptied_is_not_saved(tmp_path: Path, autojump_clock: MockClock) -> None:
     async with serving(tmp_path) as (server, kv, daemon):
         assert daemon.saver is not None
-        server.slots = shown(5)
+        server.slots = shown(14)
         await say(server, daemon, "a", resume=False)
         server.slots = shown(None)
         await say(server, daemon, "b", resume=False)
@@ -211,7 +211,7 @@ async def test_a_restore_that_did_nothing_is_told_and_not_tried_again_for_this_s
         server.slots = shown(None)
         await say(server, daemon, cached=6)
         assert logged(caplog, "slot_restore_useless") == [{"slot": 0, "session": "a", "tokens": 14, "cached": 6}]
-        server.slots = shown(5)
+        server.slots = shown(14)
         await say(server, daemon, "b", resume=False)
         await say(server, daemon, "a")
         await daemon.saver.drain()
@@ -266,7 +266,7 @@ async def test_no_failure_of_the_server_hurts_a_turn(
     """Two sessions take turns on a slot, so each turn saves one and restores the other."""
     caplog.set_level("INFO", "boxmaker")
     async with serving(tmp_path) as (server, kv, daemon):
-        server.slots = shown(5)
+        server.slots = shown(14)
         await say(server, daemon, "a", resume=False)
         await say(server, daemon, "b", resume=False)  # a is saved
         server.on_slot_action = lambda what, body: (
@@ -295,7 +295,7 @@ async def test_a_directory_that_is_not_the_servers_is_found_out(
     """The file that it says it has written is another one, or none."""
     caplog.set_level("INFO", "boxmaker")
     async with serving(tmp_path) as (server, kv, daemon):
-        server.slots = shown(5)
+        server.slots = shown(14)
         server.on_slot_action = lambda what, body: lie(n_written=99)(kv, what, body)
         for number, session in enumerate(["a", "b", "a"]):
             await say(server, daemon, session, resume=number > 1)
@@ -307,19 +307,82 @@ async def test_a_directory_that_is_not_the_servers_is_found_out(
 async def test_what_is_saved_is_not_saved_again(tmp_path: Path, autojump_clock: MockClock) -> None:
     async with serving(tmp_path) as (server, kv, daemon):
         assert daemon.saver is not None
-        server.slots = shown(5)
+        server.slots = shown(14)
         await say(server, daemon, resume=False)
         await daemon.saver.drain()
         await daemon.saver.drain()
         assert kv.asked == ["0?action=save"]
         await say(server, daemon, cached=14)
+        server.slots = shown(28)
         await daemon.saver.drain()
         assert kv.asked == ["0?action=save"] * 2
 
 
+async def test_a_live_cache_is_not_restored_over_by_an_older_state(tmp_path: Path, autojump_clock: MockClock) -> None:
+    """The daemon was killed after two turns, the first of which was saved; the server has kept its slot."""
+    await save(tmp_path)
+    async with serving(tmp_path, "") as (server, _, daemon):
+        server.slots = shown(14)
+        await say(server, daemon, cached=14)
+    async with serving(tmp_path) as (server, kv, daemon):
+        server.slots = shown(28)
+        await say(server, daemon, cached=28)
+        assert kv.asked == []
+
+
+async def test_as_many_tokens_of_another_session_are_not_taken_for_its_own(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """Sessions of one kind grow alike: whose record of the slot was written last decides."""
+    async with serving(tmp_path) as (server, kv, daemon):
+        assert daemon.saver is not None
+        server.slots = shown(14)
+        await say(server, daemon, "a", resume=False)
+        await say(server, daemon, "b", resume=False)
+        await daemon.saver.drain()
+        assert kv.asked == ["0?action=save"] * 2
+        for seconds, session in enumerate("ab", start=1):  # the clock of the disk may be too coarse
+            os.utime(
+                (kv.directory / files(tmp_path).kv_name(SessionId(session))).with_suffix(".json"), (seconds, seconds)
+            )
+    async with serving(tmp_path) as (server, kv, daemon):
+        server.slots = shown(14)
+        await say(server, daemon, "a", cached=14)
+        assert kv.asked == ["0?action=restore"]
+    async with serving(tmp_path) as (server, kv, daemon):  # a is there now, as its record says
+        server.slots = shown(28)
+        await say(server, daemon, "a", cached=28)
+        assert kv.asked == []
+
+
+async def test_what_somebody_else_has_put_into_the_slot_is_not_saved(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async with serving(tmp_path) as (server, kv, daemon):
+        assert daemon.saver is not None
+        server.slots = shown(14)
+        await say(server, daemon, "a", resume=False)
+        server.slots = shown(77)
+        await say(server, daemon, "b", resume=False)
+        await daemon.saver.drain()
+        assert kv.asked == []
+
+
+async def test_a_session_that_has_moved_is_saved_from_its_new_slot_alone(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    async with serving(tmp_path) as (server, kv, daemon):
+        saver = daemon.saver
+        assert saver is not None
+        body = b'{"messages":[]}'
+        server.slots = [{**shown(14)[0], "id": slot} for slot in (0, 1)]
+        await saver.prepare(0, SessionId("a"), body, None)
+        await saver.prepare(1, SessionId("a"), body, None)
+        await saver.drain()
+        assert kv.asked == ["1?action=save"]
+
+
 async def test_a_server_that_saves_nothing_is_asked_once(tmp_path: Path, autojump_clock: MockClock) -> None:
     async with serving(tmp_path) as (server, kv, daemon):
-        server.slots = shown(5)
+        server.slots = shown(14)
         server.on_slot_action = lambda what, body: kv.asked.append(what) or error_response(501, "no")  # type: ignore[func-returns-value]  # for its effect
         for number, session in enumerate(["a", "b", "a", "b"]):
             await say(server, daemon, session, resume=number > 1)
@@ -329,7 +392,7 @@ async def test_a_server_that_saves_nothing_is_asked_once(tmp_path: Path, autojum
 async def test_saving_takes_no_longer_than_it_may(tmp_path: Path, autojump_clock: MockClock) -> None:
     async with serving(tmp_path, TEXT + "save_s = 3\n") as (server, _, daemon):
         assert daemon.saver is not None
-        server.slots = shown(5)
+        server.slots = shown(14)
         await say(server, daemon, "a", resume=False)
 
         async def hang(path: str) -> None:
@@ -350,7 +413,7 @@ async def test_a_turn_that_is_hung_up_on_while_its_slot_is_saved_leaves_all_in_o
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:
     async with serving(tmp_path) as (server, kv, daemon):
-        server.slots = shown(5)
+        server.slots = shown(14)
         await say(server, daemon, "a", resume=False)
         asked = trio.Event()
 
@@ -366,6 +429,7 @@ async def test_a_turn_that_is_hung_up_on_while_its_slot_is_saved_leaves_all_in_o
         await daemon.until_free("b")
         server.on_probe = None
         await say(server, daemon, "a", cached=14)
+        server.slots = shown(28)
         await say(server, daemon, "b")
         assert kv.asked == ["0?action=save"], "of a, which was there last for certain"
 
@@ -373,7 +437,7 @@ async def test_a_turn_that_is_hung_up_on_while_its_slot_is_saved_leaves_all_in_o
 async def test_a_directory_that_goes_away_hurts_no_turn(tmp_path: Path, autojump_clock: MockClock) -> None:
     async with serving(tmp_path) as (server, kv, daemon):
         assert daemon.saver is not None
-        server.slots = shown(5)
+        server.slots = shown(14)
         await say(server, daemon, "a", resume=False)
         (tmp_path / "kv").rmdir()
         await say(server, daemon, "b", resume=False)
@@ -395,7 +459,7 @@ async def test_files_that_were_deleted_are_no_loss(tmp_path: Path, autojump_cloc
 async def test_the_quota_takes_what_was_of_use_longest_ago(tmp_path: Path, autojump_clock: MockClock) -> None:
     async with serving(tmp_path, TEXT + "save_mib = 1\n") as (server, kv, daemon):
         kv.size = 400_000
-        server.slots = shown(5)
+        server.slots = shown(14)
         for session in ("a", "b", "c", "d"):
             await say(server, daemon, session, resume=False)
             for one in "abc":  # the clock of the disk is too coarse to tell them apart

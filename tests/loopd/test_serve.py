@@ -53,6 +53,9 @@ async def test_a_daemon_serves_turns_and_goes_without_a_trace_on_sigterm(short_d
             async with loopd_serve(config) as daemon:
                 done = await daemon.turn("s1", "A question.", resume=False)
                 await daemon.wait_for("event=turn_end")
+                side_file = short_dir / "home" / "sessions" / "s1" / "cache.jsonl"
+                while not side_file.exists():  # noqa: ASYNC110  # it is written behind the turn, and has no event
+                    await trio.sleep(0.02)
                 found = modes(short_dir / "home")
                 status = await daemon.stop(signal.SIGTERM)
                 await daemon.wait_for("event=stopped")
@@ -69,6 +72,7 @@ async def test_a_daemon_serves_turns_and_goes_without_a_trace_on_sigterm(short_d
         "sessions/s1": "0o700",
         "sessions/s1/0.baseline.json": "0o600",
         "sessions/s1/0.jsonl": "0o600",
+        "sessions/s1/cache.jsonl": "0o600",
         "run": "0o700",
         "run/loop": "0o700",
         "run/loop/loop.sock": "0o600",

@@ -37,11 +37,15 @@ MIB = 1024 * 1024
 
 @define
 class _Occupant:
-    """Who was in a slot last, by our own record: the session, its last request, and whether that is saved."""
+    """Who was in a slot last, by our own record: the session, its last request, and whether that is saved.
+
+    `left` is how many tokens the slot held after its completion; None while there is none, and after a cancel.
+    """
 
     session: SessionId
     body: bytes
     saved: bool = False
+    left: int | None = None
 
 
 @frozen(kw_only=True)
@@ -75,34 +79,58 @@ class SlotSaver:
             if swept:
                 log_event("saved_slots_swept", count=swept)
 
-    async def prepare(self, slot: int, session: SessionId, body: bytes) -> bool:
+    async def prepare(self, slot: int, session: SessionId, body: bytes, left: int | None) -> bool:
         """A request of a session is about to go to a slot that is idle and ours: have its cache there.
 
-        Saves what another session of ours has in the slot, and restores what this one has saved. True when the server
-        was asked to do either: then the slot is to be looked at again.
+        Saves what another session of ours has in the slot, and restores what this one has saved. After the session's
+        last completion its slot held `left` tokens. True when the server was asked to do either: then the slot is to be
+        looked at again.
 
         Cancellation: safe at any point; the server finishes what it was asked, and the slot's next request waits.
         """
         before = self._occupants.pop(slot, None)
-        seen = self._client.record.seen(slot)
-        emptied = self._client.record.shows_use and seen is not None and not seen.used
+        self._occupants = {
+            other: one for other, one in self._occupants.items() if one.session != session
+        }  # it has moved
         acted = False
         if not self._off:
             with trio.move_on_after(self._save_s) as limit:
-                if before is not None and before.session != session and not before.saved and not emptied:
+                if before is not None and before.session != session and self._is_worth_saving(slot, before):
                     acted = True
                     await self._save(slot, before)
-                if before is None or before.session != session or emptied:
-                    held = seen.held if seen is not None and before is None else None
-                    acted |= await self._restore(slot, session, body, held)
+                if before is None:
+                    acted |= await self._restore(slot, session, body, self._held(slot), left)
+                elif before.session != session or self._is_emptied(slot):
+                    acted |= await self._restore(slot, session, body, None, None)
             if limit.cancelled_caught:
                 acted = True
                 log_event("slot_saving_took_too_long", slot=slot, save_s=self._save_s)
         self._occupants[slot] = _Occupant(session, body)
         return acted
 
-    def completed(self, slot: int, session: SessionId, cached: int | None) -> int | None:
-        """The session has its completion: judge the restore before it. Gives how many tokens that one brought back."""
+    def _held(self, slot: int) -> int | None:
+        seen = self._client.record.seen(slot)
+        return seen.held if seen is not None else None
+
+    def _is_emptied(self, slot: int) -> bool:
+        """Has the server begun anew since the slot was used?"""
+        seen = self._client.record.seen(slot)
+        return self._client.record.shows_use and seen is not None and not seen.used
+
+    def _is_worth_saving(self, slot: int, occupant: _Occupant) -> bool:
+        """Is what an occupant has left still there, as far as can be seen, and not saved yet?"""
+        held = self._held(slot)
+        foreign = held is not None and occupant.left is not None and held != occupant.left
+        return not (occupant.saved or self._is_emptied(slot) or foreign)
+
+    def completed(self, slot: int, session: SessionId, cached: int | None, left: int | None) -> int | None:
+        """The session has its completion, which `left` so many tokens in the slot: judge the restore before it.
+
+        Gives how many tokens that one brought back.
+        """
+        occupant = self._occupants.get(slot)
+        if occupant is not None and occupant.session == session:
+            occupant.left = left
         restored = self._restored.pop(slot, None)
         if restored is None or restored.session != session or cached is None:
             return None
@@ -118,10 +146,11 @@ class SlotSaver:
         """
         with trio.move_on_after(self._save_s) as limit:
             for slot, occupant in self._occupants.items():
-                if not occupant.saved and not self._off and (await self._client.look(slot)).state == "idle":
-                    seen = self._client.record.seen(slot)
-                    if seen is None or seen.used or not self._client.record.shows_use:
-                        await self._save(slot, occupant)
+                if self._off or occupant.saved:
+                    continue
+                look = await self._client.look(slot)
+                if look.state == "idle" and self._is_worth_saving(slot, occupant):
+                    await self._save(slot, occupant)
         if limit.cancelled_caught:
             log_event("slot_saving_took_too_long", save_s=self._save_s)
 
@@ -133,7 +162,7 @@ class SlotSaver:
             if server is None or server in self._useless or mark is None:
                 return
             began = trio.current_time()
-            saved = SavedSlot(session=session, server=server, prompt=mark, tokens=0, bytes=0)
+            saved = SavedSlot(session=session, slot=slot, server=server, prompt=mark, tokens=0, bytes=0)
             await self._disk.run(lambda: self._files.remove(session))
             await self._disk.run(lambda: self._files.write(saved))
             answer = await self._act(slot, "save", session)
@@ -156,12 +185,15 @@ class SlotSaver:
         except Exception:  # a boundary as the cause finder's: a fault of ours here is no turn's
             log_exception("slot_not_saved", slot=slot, session=session)
 
-    async def _restore(self, slot: int, session: SessionId, body: bytes, held: int | None) -> bool:
-        """Restore a session's slot if that is of use; True when the server was asked to. It holds `held` tokens now."""
+    async def _restore(self, slot: int, session: SessionId, body: bytes, held: int | None, left: int | None) -> bool:
+        """Restore a session's slot if that is of use; True when the server was asked to.
+
+        The slot holds `held` tokens, the session's last completion left `left`; None where we know who was in it.
+        """
         asked = False
         try:
             saved = await self._disk.run(lambda: self._files.read(session))
-            if saved is None or saved.tokens == held:  # as many tokens as were saved: nobody has used the slot since
+            if saved is None or await self._is_there(slot, saved, held, left):
                 return False
             server = await self._server()
             if server != saved.server or server in self._useless:
@@ -177,7 +209,7 @@ class SlotSaver:
                 raise _Refused(f"{answer.value.get('n_restored')} tokens of {saved.tokens} came back")
             self._restored[slot] = _Restored(session=session, tokens=saved.tokens, server=saved.server)
             log_event("slot_restored", slot=slot, session=session, tokens=saved.tokens)
-            await self._disk.run(lambda: self._files.used(session))
+            await self._disk.run(lambda: self._files.write(evolve(saved, slot=slot)))
         except (InferenceError, OSError, _Refused) as exc:
             self._fail("slot_not_restored", exc, slot=slot, session=session)
             if isinstance(exc, _Refused):
@@ -185,6 +217,12 @@ class SlotSaver:
         except Exception:  # as in `_save`
             log_exception("slot_not_restored", slot=slot, session=session)
         return asked
+
+    async def _is_there(self, slot: int, saved: SavedSlot, held: int | None, left: int | None) -> bool:
+        """Does the slot hold the session's tokens still, those that were saved or more, although we have begun anew?"""
+        if held is None or (held != left and held != saved.tokens):
+            return False
+        return held > saved.tokens or await self._disk.run(lambda: self._files.last_in(slot)) == saved.session
 
     async def _forget(self, session: SessionId) -> None:
         """A file that the server does not take is of no use to it again."""

@@ -37,9 +37,10 @@ class PromptMark:
 
 @frozen(kw_only=True)
 class SavedSlot:
-    """One saved slot of a session; `tokens` it held, `bytes` of its file, 0 while it is being saved."""
+    """One saved slot of a session, the server's `slot`; `tokens` it held, `bytes` of its file, 0 while it is saved."""
 
     session: SessionId
+    slot: Count
     server: ServerIdentity
     prompt: PromptMark
     tokens: Count

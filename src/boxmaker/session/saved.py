@@ -61,9 +61,12 @@ class SavedFiles:
         whole = saved is not None and saved.session == session and saved.tokens and saved.bytes == self.size(session)
         return saved if whole else None
 
-    def used(self, session: SessionId) -> None:
-        """Note that a session's file was of use now: the quota takes what was of use longest ago."""
-        os.utime(self._record(session))
+    def last_in(self, slot: int) -> SessionId | None:
+        """Whose record of a slot was written last: at a restore it is written again."""
+        found = [
+            (os.lstat(self._record(one.session)).st_mtime_ns, one.session) for one in self._ours() if one.slot == slot
+        ]
+        return max(found)[1] if found else None
 
     def remove(self, session: SessionId) -> None:
         """Remove what a session has here; the record goes last, so that nothing is left without one."""

@@ -172,7 +172,8 @@ class _Turn:
         request = ChatRequest(slot=self._slot, body=self._session.request_body(), session=self._session.id)
         keeper = self._rt.keeper
         if keeper is not None:
-            self.hold.prepare = partial(keeper.prepare, self._slot, self._session.id, request.body)
+            left = expected_tokens(before) if before is not None else None
+            self.hold.prepare = partial(keeper.prepare, self._slot, self._session.id, request.body, left)
         try:
             completion = await self._rt.client.chat_with_retry(request, self.hold, self._emit_chat, look)
         except InferenceError as exc:
@@ -181,7 +182,6 @@ class _Turn:
                 raise SessionFull(message=exc.message, fork=fork) from exc
             raise
         evidence = self._rt.client.record.completed(self._slot, self._session.id)
-        restored = keeper.completed(self._slot, self._session.id, completion.cache_n) if keeper is not None else None
         self._rt.facts.saw_model(completion.model)
         now = self._rt.now()
         figures = figures_of(completion)
@@ -202,11 +202,14 @@ class _Turn:
             ),
         ]
         events: list[TurnEvent] = [channel.Cut(reason=completion.cut)] if completion.cut else []
+        current = TokenFigures(
+            cache_n=completion.cache_n, prompt_n=completion.prompt_n, predicted_n=completion.predicted_n
+        )
+        restored = None
+        if keeper is not None:
+            restored = keeper.completed(self._slot, self._session.id, current.cache_n, expected_tokens(current))
         lost: int | None = 0
         if before is not None:
-            current = TokenFigures(
-                cache_n=completion.cache_n, prompt_n=completion.prompt_n, predicted_n=completion.predicted_n
-            )
             outcome = cache_outcome(before, current)
             if isinstance(outcome, Unknown):
                 lost = None

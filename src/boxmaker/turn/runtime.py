@@ -24,15 +24,17 @@ Emit = Callable[[Sequence[TurnEvent]], Awaitable[None]]
 class SlotKeeper(Protocol):
     """Keeps what a session has in its slot while others use it, and over restarts of the server."""
 
-    async def prepare(self, slot: int, session: SessionId, body: bytes) -> bool:
+    async def prepare(self, slot: int, session: SessionId, body: bytes, left: int | None) -> bool:
         """A request goes to an idle slot of ours, gate in hand; True when the slot was used for this.
+
+        `left` tokens were in the slot after the session's last completion, if that is known.
 
         Cancellation: safe at any point.
         """
         ...
 
-    def completed(self, slot: int, session: SessionId, cached: int | None) -> int | None:
-        """It has its completion, with so many tokens from the cache; how many a restore before it had brought back."""
+    def completed(self, slot: int, session: SessionId, cached: int | None, left: int | None) -> int | None:
+        """It has its completion, with `cached` tokens; `left` are in the slot now. Gives what a restore gave back."""
         ...
 
 
