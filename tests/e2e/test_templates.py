@@ -205,10 +205,9 @@ def turns(draw: st.DrawFn) -> tuple[bool, list[dict[str, Any]]]:
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(drawn=turns())
 def test_every_prompt_goes_on_with_the_one_before_and_its_reply(
-    renderer: Renderer, drawn: list[dict[str, Any]]
+    renderer: Renderer, drawn: tuple[bool, list[dict[str, Any]]]
 ) -> None:
-    thinking = drawn[0]["thinking"]
-    messages = [{"role": "system", "content": "Be brief."}, *drawn[1:]]
+    thinking, messages = drawn
     written = ""
     for at, message in enumerate(messages):
         if message["role"] == "assistant":
