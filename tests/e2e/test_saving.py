@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 LIMIT_S = 280
-PAGE = " ".join(f"On page {page} the ship sails on." for page in range(20))
+PAGE = " ".join(f"On page {page} the ship sails on." for page in range(4))
 
 
 def figures(daemon: Daemon, session: str) -> list[tuple[int, int, int]]:
