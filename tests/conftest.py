@@ -14,6 +14,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Begun in the background of a script: the programs that tests start would inherit that, and hear no Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# The programs that tests start buffer as an owner's do: set in a workplace, it hid that a daemon whose log nobody reads
+# ended with status 120.
+os.environ.pop("PYTHONUNBUFFERED", None)
+
 # A shared machine may be slow at any moment: no example has a deadline. The failing example is printed so that
 # it can be replayed.
 settings.register_profile("quick", deadline=None, print_blob=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from io import StringIO
 
@@ -196,3 +198,23 @@ def test_the_log_goes_to_stderr_once(lines: StringIO, capsys: pytest.CaptureFixt
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.count("event=ready pid=1\n") == 1
+
+
+def test_a_log_that_nobody_reads_does_not_make_the_status_of_a_daemon() -> None:
+    """Text is left over for the last flush; without letting go of it the status is 120."""
+    code = (
+        "import sys\n"
+        "from boxmaker.log import let_go_of_stderr\n"
+        "print('ready', file=sys.stderr, flush=True)\n"
+        "sys.stdin.read()\n"
+        "sys.stderr.buffer.write(b'left over')\n"
+        "let_go_of_stderr()\n"
+    )
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stderr is not None
+        assert process.stderr.readline() == b"ready\n"
+        process.stderr.close()
+        process.stdin.close()
+        assert process.wait(60) == 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import time
 import traceback
@@ -76,3 +77,14 @@ def log_to_stderr() -> None:
     _logger.handlers[:] = [shown]
     _logger.setLevel(logging.INFO)
     _logger.propagate = False
+
+
+def let_go_of_stderr() -> None:
+    """The daemon has ended: what its log could not take any more is dropped.
+
+    Python flushes stderr once more as it exits, and makes the status 120 when nobody reads it.
+    """
+    try:
+        sys.stderr.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())

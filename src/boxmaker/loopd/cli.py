@@ -35,15 +35,18 @@ def serve(config_file: Path, home: Path | None, until_eof: bool) -> None:
     import trio
 
     from boxmaker.config import at_home, load_config
-    from boxmaker.log import log_to_stderr
+    from boxmaker.log import let_go_of_stderr, log_to_stderr
     from boxmaker.loopd.serve import serve as run
 
     log_to_stderr()
-    with ending():
-        config = load_config(config_file, os.environ)
-        if home is not None:
-            config = at_home(config, home)
-        trio.run(lambda: run(config, until_eof=until_eof))
+    try:
+        with ending():
+            config = load_config(config_file, os.environ)
+            if home is not None:
+                config = at_home(config, home)
+            trio.run(lambda: run(config, until_eof=until_eof))
+    finally:
+        let_go_of_stderr()
 
 
 @main.command("check-config")
