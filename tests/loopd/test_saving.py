@@ -20,7 +20,17 @@ from boxmaker.proto.ids import SessionId
 from boxmaker.proto.saved import ServerIdentity
 from boxmaker.session.saved import SavedFiles
 from boxmaker.testing.daemon import Daemon, running_daemon
-from boxmaker.testing.server import ScriptedServer, error_response, json_response, reply, scripted_server
+from boxmaker.testing.server import (
+    STREAM_HEAD,
+    Hang,
+    ScriptedServer,
+    Send,
+    delta,
+    error_response,
+    json_response,
+    reply,
+    scripted_server,
+)
 
 TEXT = '[slots]\nsave_dir = "kv"\n'
 PROPS = {
@@ -374,8 +384,9 @@ async def test_a_session_that_has_moved_is_saved_from_its_new_slot_alone(
         assert saver is not None
         body = b'{"messages":[]}'
         server.slots = [{**shown(14)[0], "id": slot} for slot in (0, 1)]
-        await saver.prepare(0, SessionId("a"), body, None)
-        await saver.prepare(1, SessionId("a"), body, None)
+        for slot in (0, 1):
+            await saver.prepare(slot, SessionId("a"), body, None)
+            saver.completed(slot, SessionId("a"), 0, 14)
         await saver.drain()
         assert kv.asked == ["1?action=save"]
 
@@ -542,3 +553,59 @@ def test_a_server_is_known_by_its_model_context_and_template(props: Any, models:
         assert identity == ServerIdentity(
             model_path="/models/m.gguf", model_bytes=found, n_ctx=4096, template="ba7816bf8f01", build=build
         )
+
+
+async def test_a_request_that_is_refused_leaves_nothing_to_save_under_its_name(
+    tmp_path: Path, autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The slot still holds what the session before it has left."""
+    caplog.set_level("INFO", "boxmaker")
+    async with serving(tmp_path) as (server, _, daemon):
+        server.slots = shown(14)
+        await say(server, daemon, "a", resume=False)
+        server.scripts = [error_response(400, "no", "invalid_request_error")]
+        await daemon.fail("b", "Hello", resume=False)
+        await say(server, daemon, "a", cached=14)
+        assert files(tmp_path).read(SessionId("b")) is None
+        server.slots = shown(28)
+        await say(server, daemon, "b", cached=3)
+    assert logged(caplog, "slot_restore_useless") == []
+
+
+async def test_what_a_cancelled_reply_has_left_is_not_saved(
+    tmp_path: Path, autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of its tokens only the prompt's can ever be of use again: judged by their number, a restore would do nothing."""
+    caplog.set_level("INFO", "boxmaker")
+    async with serving(tmp_path) as (server, kv, daemon):
+        server.slots = shown(14)
+        await say(server, daemon, "a", resume=False)
+        server.scripts = [[Send(STREAM_HEAD + delta(content="long")), Hang()]]
+        stream, _ = await daemon.open("a", "Tell me all", resume=True)
+        await server.wait_for_completions(2)
+        await stream.aclose()
+        await daemon.until_free("a")
+        server.slots = shown(100)
+        await say(server, daemon, "b", resume=False)
+        assert kv.asked == []
+
+
+async def test_a_save_of_another_count_than_was_left_is_not_kept(tmp_path: Path, autojump_clock: MockClock) -> None:
+    """Somebody else took the slot between our look and the save."""
+    async with serving(tmp_path) as (server, kv, daemon):
+        server.slots = shown(14)
+        await say(server, daemon, "a", resume=False)
+        kv.tokens = 77
+        await say(server, daemon, "b", resume=False)
+        assert kv.asked == ["0?action=save"]
+    assert list((tmp_path / "kv").iterdir()) == []
+
+
+async def test_the_quota_leaves_what_is_about_to_be_restored(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async with serving(tmp_path, TEXT + "save_mib = 1\n") as (server, kv, daemon):
+        kv.size = 600_000
+        server.slots = shown(14)
+        await say(server, daemon, "a", resume=False)
+        await say(server, daemon, "b", resume=False)
+        await say(server, daemon, "a", cached=14)
+        assert kv.asked == ["0?action=save", "0?action=save", "0?action=restore"]

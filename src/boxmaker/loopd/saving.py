@@ -6,8 +6,8 @@ Laws:
 * Whatever fails here is told to the daemon's log; the turn goes on as if nothing could be saved.
 * Nothing takes longer than `[slots] save_s`.
 
-What a slot holds: the tokens of the last prompt that was sent to it and of what was generated behind it, without the
-last one; after a cancel a part of that. All of it but the reply's end stays in the session's later prompts.
+After a completion a slot holds the tokens of its prompt and of the reply, without the last one. Only that is saved: after a
+refusal or a cancel nobody knows what is there.
 Source: issue 8, item 6; `/slots/{id}?action=…` as measured (`../shared/llama-server.md`, 5).
 """
 
@@ -97,7 +97,7 @@ class SlotSaver:
             with trio.move_on_after(self._save_s) as limit:
                 if before is not None and before.session != session and self._is_worth_saving(slot, before):
                     acted = True
-                    await self._save(slot, before)
+                    await self._save(slot, before, keep=session)
                 if before is None:
                     acted |= await self._restore(slot, session, body, self._held(slot), left)
                 elif before.session != session or self._is_emptied(slot):
@@ -118,10 +118,13 @@ class SlotSaver:
         return self._client.record.shows_use and seen is not None and not seen.used
 
     def _is_worth_saving(self, slot: int, occupant: _Occupant) -> bool:
-        """Is what an occupant has left still there, as far as can be seen, and not saved yet?"""
+        """Is what an occupant's completion has left there still, as far as can be seen, and not saved yet?
+
+        A request that was refused or cancelled has left who knows what: nothing of it is saved.
+        """
         held = self._held(slot)
-        foreign = held is not None and occupant.left is not None and held != occupant.left
-        return not (occupant.saved or self._is_emptied(slot) or foreign)
+        there = occupant.left is not None and held in (None, occupant.left) and not self._is_emptied(slot)
+        return there and not occupant.saved
 
     def completed(self, slot: int, session: SessionId, cached: int | None, left: int | None) -> int | None:
         """The session has its completion, which `left` so many tokens in the slot: judge the restore before it.
@@ -154,7 +157,7 @@ class SlotSaver:
         if limit.cancelled_caught:
             log_event("slot_saving_took_too_long", save_s=self._save_s)
 
-    async def _save(self, slot: int, occupant: _Occupant) -> None:
+    async def _save(self, slot: int, occupant: _Occupant, keep: SessionId | None = None) -> None:
         session = occupant.session
         try:
             server = await self._server()
@@ -171,14 +174,16 @@ class SlotSaver:
                 self._off = True
                 log_event("slot_not_saved", slot=slot, session=session, reason="save_dir is not the server's")
                 return
-            if type(tokens) is not int or tokens < 1:
+            if type(tokens) is not int or tokens < 1 or tokens != occupant.left:
+                await self._disk.run(lambda: self._files.remove(session))
+                log_event("slot_not_saved", slot=slot, session=session, reason="the slot holds something else")
                 return
             saved = evolve(saved, tokens=tokens, bytes=size)
             await self._disk.run(lambda: self._files.write(saved))
             occupant.saved = True
             took = round(1000 * (trio.current_time() - began))
             log_event("slot_saved", slot=slot, session=session, tokens=tokens, bytes=size, ms=took)
-            for gone in await self._disk.run(lambda: self._files.keep_within(self._most_bytes)):
+            for gone in await self._disk.run(lambda: self._files.keep_within(self._most_bytes, keep)):
                 log_event("saved_slot_removed", session=gone, reason="save_mib")
         except (InferenceError, OSError, _Refused) as exc:
             self._fail("slot_not_saved", exc, slot=slot, session=session)

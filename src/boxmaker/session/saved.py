@@ -82,8 +82,11 @@ class SavedFiles:
                 swept += 1
         return swept
 
-    def keep_within(self, most_bytes: int) -> list[SessionId]:
-        """Remove what was of use longest ago until the rest is at most `most_bytes`; the sessions concerned."""
+    def keep_within(self, most_bytes: int, keep: SessionId | None) -> list[SessionId]:
+        """Remove what was of use longest ago until the rest is at most `most_bytes`; the sessions concerned.
+
+        `keep` is about to be restored: it stays.
+        """
         found = []
         for saved in self._ours():
             found.append(
@@ -94,6 +97,8 @@ class SavedFiles:
         for _, size, session in sorted(found):
             if total <= most_bytes:
                 break
+            if session == keep:
+                continue
             self.remove(session)
             removed.append(session)
             total -= size
