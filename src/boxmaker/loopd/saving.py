@@ -6,8 +6,8 @@ Laws:
 * Whatever fails here is told to the daemon's log; the turn goes on as if nothing could be saved.
 * Nothing takes longer than `[slots] save_s`.
 
-After a completion a slot holds the tokens of its prompt and of the reply, without the last one. Only that is saved: after a
-refusal or a cancel nobody knows what is there.
+After a completion a slot holds the tokens of its prompt and of the reply, without the last one. Only that is saved:
+after a refusal or a cancel nobody knows what is there.
 Source: issue 8, item 6; `/slots/{id}?action=…` as measured (`../shared/llama-server.md`, 5).
 """
 
