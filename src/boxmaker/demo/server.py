@@ -44,7 +44,8 @@ def main() -> None:
 
     params = xllamacpp.CommonParams()
     params.model.path = str(find_model())
-    template, save_dir = [*sys.argv[1:], "-", ""][:2] if len(sys.argv) < 3 else sys.argv[1:3]
+    given = sys.argv[1:]
+    template, save_dir = [*given, *["-", ""][len(given) :]]
     params.chat_template = chat_template() if template == "-" else Path(template).read_text("utf-8")
     if save_dir:
         params.slot_save_path = f"{save_dir}/"
