@@ -61,7 +61,7 @@ mutants: $(VENV)/.mutants
 fuzz: $(VENV)/.test
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS)
 
-# What boxmaker costs beside the model, as ratios within one run: a table, and build/bench.json. About 20 minutes;
+# What boxmaker costs beside the model, as ratios within one run: a table, and build/bench.json. Half an hour;
 # BENCH='--quick per_token' is a small part of it.
 bench: $(VENV)/.test
 	$(BIN)/python -m benchmarks $(BENCH)

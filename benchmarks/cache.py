@@ -8,6 +8,7 @@ is what `bxctl cache` says: what was read, without what was lost. The conversati
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -96,8 +97,9 @@ async def _alternation(config: str, quick: bool) -> Read:
     return await _measure(chat_template(), config, ScriptedPort([]), talk)
 
 
-async def _measure(template: str, config: str, port: ScriptedPort, talk: object) -> Read:
-    assert callable(talk)
+async def _measure(
+    template: str, config: str, port: ScriptedPort, talk: Callable[[Daemon, ForcedServer], Awaitable[None]]
+) -> Read:
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bm-")))
         (directory / "template").write_text(template, "utf-8")

@@ -15,7 +15,8 @@ from tests.e2e.conftest import llama_server
 
 from benchmarks.bench import Row, row
 from benchmarks.cache import PAGE
-from boxmaker.proto.records import LogRecord, Usage
+from boxmaker.bxctl.cache import read_completions
+from boxmaker.proto.ids import SessionId
 from boxmaker.session.disk import ThreadDisk
 from boxmaker.testing.daemon import running_daemon
 
@@ -58,20 +59,11 @@ async def _restart(pages: int, saving: bool) -> Restart:
                 await daemon.ask("s", " ".join([PAGE] * pages), resume=False)
                 if daemon.saver is not None:
                     await daemon.saver.drain()
-                before = _usages(daemon.log("s"))[-1]
         saved = sum(file.stat().st_size for file in kv.glob("*.kv"))
         with llama_server(directory / "log", "-", str(kv)) as url:
             async with running_daemon(directory, url, text, disk=ThreadDisk()) as daemon:
                 await daemon.ask("s", "And?", resume=True)
-                after = _usages(daemon.log("s"))[-1]
-    cached, read, generated = before.cache_n, before.prompt_n, before.predicted_n
-    assert cached is not None
-    assert read is not None
-    assert generated is not None
-    assert after.cache_n is not None
-    held = cached + read + generated - 1
-    return Restart(held=held, lost=held - after.cache_n, saved_bytes=saved)
-
-
-def _usages(log: list[LogRecord]) -> list[Usage]:
-    return [record for record in log if isinstance(record, Usage)]
+                last = read_completions(daemon.store.directory, SessionId("s"))[-1]
+    assert last.expected is not None
+    assert last.lost is not None
+    return Restart(held=last.expected, lost=last.lost, saved_bytes=saved)

@@ -217,8 +217,8 @@ class Stage:
             self._counted = size, self.log.read_bytes().count(b"\n")
         return self._counted[1]
 
-    async def next_look(self) -> None:
-        if self.looks:  # after a turn the daemon may ask once more, for the cause of a loss
+    async def next_look(self, path: str) -> None:
+        if path == "/slots" and self.looks:  # after a turn the daemon may ask once more, for the cause of a loss
             self.server.slots = self.looks.pop(0)
 
     async def turn(self, turn: Turn, first: bool) -> Told:
@@ -237,7 +237,7 @@ class Stage:
             elif not refused_look:
                 scripts.append(answer.response)
         self.port.responses = list(turn.tools)
-        self.server.on_slots = self.next_look
+        self.server.on_probe = self.next_look
         self.server.scripts = scripts
         async with trio.open_nursery() as nursery:
             queued = trio.Event()

@@ -220,7 +220,7 @@ class Player:
     async def play(self) -> None:
         self.server.refuse_history = self._note
         if self.story.looks:
-            self.server.on_slots = self._look
+            self.server.on_probe = self._look
         else:
             self.server.slots = NO_SLOTS
         names = sorted({turn.session for turn in self.story.turns})
@@ -387,9 +387,10 @@ class Player:
 
     # -- the server ------------------------------------------------------------------------------
 
-    async def _look(self) -> None:
-        self.server.slots = [{"id": 0, "is_processing": self._busy > 0}]
-        self._busy -= 1
+    async def _look(self, path: str) -> None:
+        if path == "/slots":
+            self.server.slots = [{"id": 0, "is_processing": self._busy > 0}]
+            self._busy -= 1
 
     def _note(self, _: list[Any]) -> None:
         """A completion is asked for: the request is read whole, and nothing answered yet."""

@@ -71,6 +71,8 @@ class _Bad(Exception):
         self.found = found
 
 
+MIB = 1024 * 1024
+"""What a key that ends in `_mib` counts."""
 Check = Callable[[Any], Any]
 
 

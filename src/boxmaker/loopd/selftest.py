@@ -341,23 +341,18 @@ async def _check_prefix(
     if before is None or after is None:
         return
     same = common_prefix(before, after)
-    history = before.rfind(PROBE_RESULT) + len(PROBE_RESULT)
     if same == len(before):
         report.ok("prefix", "the template keeps what was sent: a session's cache holds")
-    elif same >= history:
-        report.warn(
-            "prefix",
-            f"the template ends a prompt (from character {same} of {len(before)}) with what it does not put in front of"
-            " the answer later: the server re-reads each answer",
-            _prefix_remedy(config, props),
+        return
+    place = f"(from character {same} of {len(before)})"
+    if same >= before.rfind(PROBE_RESULT) + len(PROBE_RESULT):
+        problem = (
+            f"the template ends a prompt {place} with what it does not put in front of"
+            " the answer later: the server re-reads each answer"
         )
     else:
-        report.warn(
-            "prefix",
-            f"the template rewrites earlier messages (from character {same} of {len(before)}): "
-            "the server re-reads them at each new user message",
-            _prefix_remedy(config, props),
-        )
+        problem = f"the template rewrites earlier messages {place}: the server re-reads them at each new user message"
+    report.warn("prefix", problem, _prefix_remedy(config, props))
 
 
 def _prefix_remedy(config: Config, props: dict[str, Any]) -> str:

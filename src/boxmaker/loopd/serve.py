@@ -22,7 +22,7 @@ from contextlib import ExitStack, contextmanager, suppress
 import trio
 
 from boxmaker.channel.server import Closing, serve_connection
-from boxmaker.config import Config
+from boxmaker.config import MIB, Config
 from boxmaker.errors import StartError
 from boxmaker.inference.client import Client
 from boxmaker.inference.request import fixed_fields
@@ -41,7 +41,6 @@ from boxmaker.tools.fake import FakeTools, fake_registry
 from boxmaker.tools.registry import Registry
 from boxmaker.turn.runtime import Runtime
 
-MIB = 1024 * 1024
 AFTER_GRACE_S = 10.0
 """How long cancelled turns may take to write their results and their last frame."""
 AFTER_TURNS_S = 2.0

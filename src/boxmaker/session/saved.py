@@ -1,8 +1,8 @@
 """The files of saved slots in `[slots] save_dir`: the server writes `.kv`, we write the `.json` record beside it.
 
 Laws:
-* A file is ours by its name, a digest of home and session, and by its record, which names the session; nothing else is
-  ever removed.
+* Files of a session are known by their name, a digest of home and session; which sessions have files here, by the
+  records that name them. Nothing else is ever removed.
 * Whatever is missing or damaged here costs a cache and nothing more: anybody may empty the directory at any time.
 """
 
@@ -58,15 +58,18 @@ class SavedFiles:
     def read(self, session: SessionId) -> SavedSlot | None:
         """The record of a session whose file is there and whole; None without."""
         saved = self._read(self._record(session))
-        whole = saved is not None and saved.session == session and saved.tokens and saved.bytes == self.size(session)
-        return saved if whole else None
+        return saved if saved is not None and saved.session == session and self._is_whole(saved) else None
+
+    def _is_whole(self, saved: SavedSlot) -> bool:
+        return saved.tokens > 0 and saved.bytes == self.size(saved.session)
 
     def last_in(self, slot: int) -> SessionId | None:
         """Whose record of a slot was written last: at a restore it is written again."""
-        found = [
-            (os.lstat(self._record(one.session)).st_mtime_ns, one.session) for one in self._ours() if one.slot == slot
-        ]
+        found = [(self._written_ns(one), one.session) for one in self._ours() if one.slot == slot]
         return max(found)[1] if found else None
+
+    def _written_ns(self, saved: SavedSlot) -> int:
+        return os.lstat(self._record(saved.session)).st_mtime_ns
 
     def remove(self, session: SessionId) -> None:
         """Remove what a session has here; the record goes last, so that nothing is left without one."""
@@ -77,7 +80,7 @@ class SavedFiles:
         """Remove what no session of this home has any use for; how many sessions' files that were."""
         swept = 0
         for saved in list(self._ours()):
-            if not exists(saved.session) or self.read(saved.session) is None:
+            if not exists(saved.session) or not self._is_whole(saved):
                 self.remove(saved.session)
                 swept += 1
         return swept
@@ -87,11 +90,7 @@ class SavedFiles:
 
         `keep` is about to be restored: it stays.
         """
-        found = []
-        for saved in self._ours():
-            found.append(
-                (os.lstat(self._record(saved.session)).st_mtime_ns, self.size(saved.session) or 0, saved.session)
-            )
+        found = [(self._written_ns(one), self.size(one.session) or 0, one.session) for one in self._ours()]
         total = sum(size for _, size, _ in found)
         removed: list[SessionId] = []
         for _, size, session in sorted(found):

@@ -15,7 +15,7 @@ from attrs import define, field
 
 from boxmaker.channel.client import Frame, TurnChannel
 from boxmaker.channel.server import Closing, serve_connection
-from boxmaker.config import Config, load_config
+from boxmaker.config import MIB, Config, load_config
 from boxmaker.inference.client import Client
 from boxmaker.inference.facts import ServerFacts
 from boxmaker.inference.request import fixed_fields
@@ -23,7 +23,6 @@ from boxmaker.loopd.causes import CauseFinder
 from boxmaker.loopd.home import prepare_home
 from boxmaker.loopd.pins import Pins
 from boxmaker.loopd.saving import SlotSaver
-from boxmaker.loopd.serve import MIB
 from boxmaker.loopd.turns import TurnService
 from boxmaker.proto.channel import Turn, TurnDone, WireError
 from boxmaker.proto.frames import Answer, encode_request

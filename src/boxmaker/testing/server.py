@@ -206,9 +206,7 @@ class ScriptedServer:
     on_slot_action: Callable[[str, Any], bytes] | None = None
     """What answers `POST /slots/0?action=…`: given all behind the `/slots/` and the body; without it, status 501."""
     on_probe: Callable[[str], Awaitable[None]] | None = None
-    """Called with the path before each answer but a completion's: a place to wait."""
-    on_slots: Callable[[], Awaitable[None]] | None = None
-    """Called before each answer of `/slots`: a place to wait, or to change what it says."""
+    """Called with the path before each answer but a completion's: a place to wait, or to change what is said."""
     _arrived: trio.Event = field(factory=trio.Event)
 
     @property
@@ -261,8 +259,6 @@ class ScriptedServer:
             else:
                 await stream.send_all(error_response(599, "the script has no reply left"))
             return
-        if request.path == "/slots" and self.on_slots is not None:
-            await self.on_slots()
         if self.on_probe is not None:
             await self.on_probe(request.path)
         if request.path.startswith("/slots/"):

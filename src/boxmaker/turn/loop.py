@@ -169,11 +169,11 @@ class _Turn:
         """Get one completion, and append it with its usage."""
         self._control.phase = "waiting"
         before = self._session.state.last_figures
+        expected = expected_tokens(before) if before is not None else None
         request = ChatRequest(slot=self._slot, body=self._session.request_body(), session=self._session.id)
         keeper = self._rt.keeper
         if keeper is not None:
-            left = expected_tokens(before) if before is not None else None
-            self.hold.prepare = partial(keeper.prepare, self._slot, self._session.id, request.body, left)
+            self.hold.prepare = partial(keeper.prepare, self._slot, self._session.id, request.body, expected)
         try:
             completion = await self._rt.client.chat_with_retry(request, self.hold, self._emit_chat, look)
         except InferenceError as exc:
@@ -226,7 +226,7 @@ class _Turn:
                 cached=completion.cache_n,
                 read=completion.prompt_n,
                 generated=completion.predicted_n,
-                expected=expected_tokens(before) if before is not None else None,
+                expected=expected,
                 lost=lost,
                 prefill_ms=completion.prefill_ms,
                 model=completion.model,
