@@ -121,7 +121,7 @@ def test_the_table_as_json_has_a_line_a_completion_and_the_totals(tmp_path: Path
     assert rows[-1] == {
         "totals": {
             "completions": 5, "cached": 230, "read": 330, "generated": 38, "lost": 150, "least": 180, "ratio": 1.833,
-            "prefill_ms": 10000,
+            "bound": False, "prefill_ms": 10000,
         }
     }  # fmt: skip
 
@@ -183,8 +183,61 @@ def test_a_prompt_that_shrank_is_read_to_one_token_at_least() -> None:
     shrunk = line(2, 100, 300, 5, expected=700, lost=600, prefill_ms=3000, cause="template")
     totals = totals_of([shrunk])
     assert (totals.read, totals.least, totals.ratio) == (300, 1, 300.0)
-    assert "about 3.0 s" in list(why_lines(S, [shrunk]))[1]
     assert totals_of([line(1, 5, 0, 5)]).ratio is None
+
+
+@pytest.mark.parametrize(
+    ("loss", "bound"),
+    [
+        # the template left reasoning out: nobody knows how many of the lost tokens were read again
+        (line(2, 100, 300, 5, expected=700, lost=600, prefill_ms=3000, cause="template"), True),
+        (line(2, 100, 300, 5, expected=200, lost=100, prefill_ms=9000, cause="template"), True),
+        # nor when more was lost than was read, whatever the cause
+        (line(2, 100, 300, 5, expected=400, lost=300, prefill_ms=3000), True),
+        (line(2, 100, 300, 5, expected=399, lost=299, prefill_ms=3010, cause="evicted"), False),
+        (line(2, 100, 0, 5, lost=0, cause=None), False),
+    ],
+)
+def test_what_may_have_left_the_prompt_is_not_called_read_again(loss: CacheLine, bound: bool) -> None:
+    assert totals_of([FIRST, loss]).bound is bound
+    assert (", at most " in list(cache_table(S, [FIRST, loss]))[-1]) is bound
+    if loss.lost:
+        assert list(why_lines(S, [loss]))[1].endswith(", at most about 3.0 s" if bound else ", about 3.0 s")
+
+
+@pytest.mark.real
+def test_a_fork_is_not_charged_with_what_the_session_before_it_has_read(tmp_path: Path) -> None:
+    later = "2026-11-30T12:00:01.000Z"
+    own = [text.replace(T, later) for text in said(60, 90, 5, lost=(120, 60))]
+    lay_out(tmp_path, log=[LOG[0].replace(T, later), *LOG[1:4], *own])
+    first, totals = (json.loads(text) for text in printed(tmp_path, "cache", "--json"))
+    assert (first["completion"], first["expected"], first["lost"]) == (2, 120, 60)
+    assert (totals["totals"]["completions"], totals["totals"]["read"], totals["totals"]["least"]) == (1, 90, 30)
+    assert printed(tmp_path, "why")[0] == f"session s, completion 2 of 2, {later}"
+
+
+@pytest.mark.real
+def test_an_output_without_blocks_has_bars_of_ascii(tmp_path: Path) -> None:
+    append_lines(lay_out(tmp_path), ALL)
+    environ = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "boxmaker.bxctl", "cache", "s", "--home", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environ, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert lines[4].endswith("##" + "!" * 18 + "." * 4 + " evicted")
+    assert lines[-2] == "# cached  . read  ! read again"
+
+
+@pytest.mark.real
+def test_a_line_that_is_nested_too_deep_explains_nothing(tmp_path: Path) -> None:
+    directory = lay_out(tmp_path)
+    append_lines(directory, [THIRD])
+    file = directory / LEDGER_NAME
+    deep = '{"session":' + "[" * 900 + "]" * 900 + "}"
+    file.write_text(file.read_text("utf-8").replace('{"session":"other"}', deep), "utf-8")
+    assert deep in file.read_text("utf-8")
+    assert json.loads(printed(tmp_path, "cache", "--json")[2])["cause"] == "unknown"
+    assert printed(tmp_path, "why")[2] == "cause: unknown"
 
 
 CAUSES: list[tuple[CauseName, dict[str, Any], list[str]]] = [
@@ -197,7 +250,11 @@ CAUSES: list[tuple[CauseName, dict[str, Any], list[str]]] = [
             "       now:    c",
         ],
     ),
-    ("evicted", {"session": None, "slot_before": 0}, ["cause: evicted: the session has moved to slot 1, from slot 0"]),
+    (
+        "evicted",
+        {"session": None, "slot_before": 0},
+        ["cause: evicted: the session runs on slot 1 now, its cache was left in slot 0"],
+    ),
     (
         "model",
         {"what": "n_ctx", "was": 512, "now": 2048},
@@ -223,7 +280,7 @@ CAUSES: list[tuple[CauseName, dict[str, Any], list[str]]] = [
 def test_each_cause_has_its_words_and_its_remedy(cause: CauseName, detail: dict[str, Any], shown: list[str]) -> None:
     lines = list(why_lines(S, [FIRST, evolve(THIRD, cause=cause, detail=detail)]))
     assert lines[2:-1] == shown
-    assert lines[-1] == f"remedy: {REMEDY[cause]}"
+    assert lines[-1] == f"remedy: {'None: it is lost once.' if 'slot_before' in detail else REMEDY[cause]}"
 
 
 def test_several_losses_are_counted_and_the_last_one_is_told() -> None:

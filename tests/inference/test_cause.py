@@ -17,6 +17,7 @@ from boxmaker.inference.cause import (
     Verdict,
     changed,
     compare_prompts,
+    judge_prompts,
     last_reply,
     may_be_unused,
     proven,
@@ -39,7 +40,7 @@ def known(model: str | None = "m", n_ctx: int | None = 2048, slot: int = 0) -> S
 
 
 def loss(evidence: Evidence, *, got: int = 7, before: ServerKnown | None = None, now: ServerKnown | None = None) -> Any:
-    return LossFacts(expected=100, got=got, before=before, now=now or known(), evidence=evidence)
+    return LossFacts(expected=100, got=got, prompt=80, before=before, now=now or known(), evidence=evidence)
 
 
 # -- what `/slots` says --------------------------------------------------------------------------
@@ -66,26 +67,26 @@ def test_an_entry_of_slots_says_whether_it_was_used_and_what_it_holds(entry: dic
 
 def test_the_record_names_the_last_other_session_that_used_the_slot() -> None:
     record = SlotRecord()
-    record.began(0, "a")
+    record.used(0, "a")
     assert record.completed(0, "a") == Evidence()
     for session in ("b", "c"):
-        record.began(0, session)
+        record.used(0, session)
         record.completed(0, session)
-    record.began(1, "d")
-    record.began(0, "a")
+    record.used(1, "d")
+    record.used(0, "a")
     assert record.completed(0, "a") == Evidence(watched=True, other="c")
-    record.began(0, "a")
+    record.used(0, "a")
     assert record.completed(0, "a") == Evidence(watched=True)
 
 
 def test_the_record_counts_requests_of_the_session_itself_that_had_no_answer() -> None:
     record = SlotRecord()
-    record.began(0, "a")
+    record.used(0, "a")
     record.completed(0, "a")
-    record.began(0, "a")
-    record.began(0, "a")
+    record.used(0, "a")
+    record.used(0, "a")
     assert record.completed(0, "a").tries == 2
-    record.began(0, "a")
+    record.used(0, "a")
     assert record.completed(0, "a").tries == 1
 
 
@@ -93,25 +94,59 @@ def test_the_last_look_is_there_until_a_completion_has_come() -> None:
     record = SlotRecord()
     assert record.seen(0) is None
     record.looked(0, used(7))
-    record.began(0, "a")
+    record.used(0, "a")
     assert record.seen(0) == used(7)
     assert record.seen(1) is None
     record.completed(0, "a")
     assert record.seen(0) is None
 
 
+def test_a_fork_has_what_the_session_had_there() -> None:
+    record = SlotRecord()
+    record.used(0, "a")
+    record.completed(0, "a")
+    record.used(0, "b")
+    record.forked("a", "fork")
+    record.forked("nobody", "other")
+    record.used(0, "fork")
+    # whether a went on after the point where it was forked is not known: as if there had been a try without an answer
+    assert record.completed(0, "fork") == Evidence(other="b", tries=2)
+    record.used(1, "other")
+    assert record.completed(1, "other") == Evidence()
+
+
+def test_a_server_that_begins_anew_is_counted_and_a_restored_slot_is_not_one() -> None:
+    record = SlotRecord()
+    for seen in (UNUSED, used(7, 3), used(9, 3), used(9, 8)):
+        record.looked(0, seen)
+    assert record.renewals == 0
+    record.looked(0, UNUSED)
+    record.looked(0, UNUSED)
+    assert record.renewals == 1, "it was used and is not any more"
+    record.looked(0, used(7, 5))
+    record.looked(0, used(4, 2))
+    assert record.renewals == 2, "its numbers went back"
+    record.restored(0)
+    record.looked(0, UNUSED)
+    assert record.renewals == 2
+    record.used(0, "a")
+    assert record.completed(0, "a").restored
+    record.used(0, "a")
+    assert not record.completed(0, "a").restored
+
+
 def test_a_look_counts_for_the_request_that_follows_it_alone() -> None:
     record = SlotRecord()
     record.looked(0, UNUSED)
-    record.began(0, "a")
+    record.used(0, "a")
     assert record.completed(0, "a") == Evidence(seen=UNUSED, shows_use=False)
     record.looked(0, used(30, 4))
-    record.began(0, "a")
+    record.used(0, "a")
     assert record.completed(0, "a") == Evidence(seen=used(30, 4), shows_use=True, watched=True)
-    record.began(0, "a")
+    record.used(0, "a")
     assert record.completed(0, "a").seen is None
     record.looked(0, used(9, 2))
-    record.began(0, "a")
+    record.used(0, "a")
     assert record.completed(0, "a") == Evidence(seen=used(9, 2), shows_use=True, task_before=4, watched=True)
 
 
@@ -137,20 +172,36 @@ NOT_KNOWN: list[tuple[LossFacts, Verdict | None]] = [
     (loss(Evidence(seen=used(100), other="b", watched=True)), Verdict(cause="evicted", detail={"session": "b"})),
     # another session of ours
     (loss(Evidence(seen=used(55), other="b")), Verdict(cause="evicted", detail={"session": "b"})),
-    (loss(Evidence(seen=UNUSED, shows_use=True, other="b")), Verdict(cause="evicted", detail={"session": "b"})),
-    # never used since it began, by a server that would say so
-    (loss(Evidence(seen=UNUSED, shows_use=True)), Verdict(cause="restarted")),
-    (loss(Evidence(seen=UNUSED)), None),
+    # never used since it began, by a server that would say so: it began anew after whoever had the slot
+    (loss(Evidence(seen=UNUSED, shows_use=True), before=known()), Verdict(cause="restarted")),
+    (loss(Evidence(seen=UNUSED, shows_use=True, other="b"), before=known()), Verdict(cause="restarted")),
+    (loss(Evidence(seen=UNUSED), before=known()), None),
+    # but a slot that was restored is listed in the same way
+    (loss(Evidence(seen=UNUSED, shows_use=True, restored=True), before=known()), None),
+    (
+        loss(Evidence(seen=UNUSED, shows_use=True, other="b", restored=True), before=known()),
+        Verdict(cause="evicted", detail={"session": "b"}),
+    ),
     # it holds something else, and it was not us
-    (loss(Evidence(seen=used(55), watched=True)), Verdict(cause="foreign", detail={"held": 55})),
-    (loss(Evidence(seen=used(55, 15), task_before=15, watched=True)), Verdict(cause="foreign", detail={"held": 55})),
-    (loss(Evidence(seen=used(55, None), task_before=9, watched=True)), Verdict(cause="foreign", detail={"held": 55})),
+    (loss(Evidence(seen=used(55), watched=True), before=known()), Verdict(cause="foreign", detail={"held": 55})),
+    (
+        loss(Evidence(seen=used(55, 15), task_before=15, watched=True), before=known()),
+        Verdict(cause="foreign", detail={"held": 55}),
+    ),
+    (
+        loss(Evidence(seen=used(55, None), task_before=9, watched=True), before=known()),
+        Verdict(cause="foreign", detail={"held": 55}),
+    ),
     # the server's numbers have begun anew
-    (loss(Evidence(seen=used(55, 2), task_before=15, watched=True)), Verdict(cause="restarted")),
+    (loss(Evidence(seen=used(55, 2), task_before=15, watched=True), before=known()), Verdict(cause="restarted")),
     # it may have been us: before this daemon began, or with a request that had no answer
-    (loss(Evidence(seen=used(55))), None),
-    (loss(Evidence(seen=used(55), watched=True, tries=2)), None),
-    (loss(Evidence(seen=used(None), watched=True)), None),
+    (loss(Evidence(seen=used(55)), before=known()), None),
+    (loss(Evidence(seen=used(55), watched=True, tries=2), before=known()), None),
+    (loss(Evidence(seen=used(None), watched=True), before=known()), None),
+    # of a completion that was made nobody knows where, no slot proves anything
+    (loss(Evidence(seen=UNUSED, shows_use=True)), None),
+    (loss(Evidence(seen=used(55), watched=True)), None),
+    (loss(Evidence(seen=used(55, 2), task_before=15, watched=True)), None),
 ]
 
 
@@ -166,10 +217,11 @@ def test_what_is_not_known_has_not_changed() -> None:
 
 
 def test_a_slot_may_be_unused_when_nothing_at_all_was_cached() -> None:
-    assert may_be_unused(loss(Evidence(seen=UNUSED), got=0))
-    assert not may_be_unused(loss(Evidence(seen=UNUSED), got=1))
-    assert not may_be_unused(loss(Evidence(seen=used(0)), got=0))
-    assert not may_be_unused(loss(Evidence(), got=0))
+    assert may_be_unused(loss(Evidence(seen=UNUSED), got=0, before=known()))
+    assert not may_be_unused(loss(Evidence(seen=UNUSED), got=1, before=known()))
+    assert not may_be_unused(loss(Evidence(seen=used(0)), got=0, before=known()))
+    assert not may_be_unused(loss(Evidence(), got=0, before=known()))
+    assert not may_be_unused(loss(Evidence(seen=UNUSED), got=0)), "it may have been another slot"
 
 
 def test_without_a_proof_the_cause_says_what_is_still_possible() -> None:
@@ -178,11 +230,13 @@ def test_without_a_proof_the_cause_says_what_is_still_possible() -> None:
     assert unproven(held, extension=True) == Verdict(cause="reread")
     assert unproven(held, extension=False) == Verdict(cause="unknown")
     for evidence in (Evidence(), Evidence(seen=used(99)), Evidence(seen=UNUSED)):
-        assert not undisturbed(loss(evidence))
-        assert unproven(loss(evidence), extension=True) == Verdict(cause="restarted_or_foreign")
-        assert unproven(loss(evidence), extension=False) == Verdict(cause="restarted_or_foreign")
+        here = loss(evidence, before=known())
+        assert not undisturbed(here)
+        assert unproven(here, extension=True) == Verdict(cause="restarted_or_foreign")
+        assert unproven(here, extension=False) == Verdict(cause="restarted_or_foreign")
+        assert unproven(loss(evidence), extension=True) == Verdict(cause="unknown")
     assert not undisturbed(loss(Evidence(seen=used(100), other="b")))
-    assert unproven(loss(Evidence(tries=2)), extension=True) == Verdict(cause="unknown")
+    assert unproven(loss(Evidence(tries=2), before=known()), extension=True) == Verdict(cause="unknown")
 
 
 # -- rendered prompts ----------------------------------------------------------------------------
@@ -226,6 +280,47 @@ def test_an_answer_may_stand_right_behind_the_prompt() -> None:
         compare_prompts("<S><user>Hello<a>", "<S><user>Hello<a>Hi<user>", [*ASKED[:2], message("assistant", "Hi")], 2)
         is None
     )
+
+
+CALLED = [*ASKED[:2], {"role": "assistant", "content": "", "tool_calls": [{"id": "c"}]}, message("tool", "x")]
+HELD = Evidence(seen=used(100), watched=True)
+
+
+@pytest.mark.parametrize(
+    ("got", "cause"),
+    [
+        # the prompt before had 80 tokens, the slot held 100: how its calls should look nobody knows
+        (97, "unknown"),
+        (80, "unknown"),
+        (72, "unknown"),  # a tokenizer may merge what meets at the seam
+        (71, "reread"),
+    ],
+)
+def test_behind_calls_a_loss_may_be_the_templates_way_to_write_them(got: int, cause: str) -> None:
+    before = "<S><user>Hello<assistant>"
+    called = judge_prompts(loss(HELD, got=got, before=known()), before, f"{before}<call><tool>x<a>", CALLED, 2)
+    assert called == Verdict(cause=cause)  # type: ignore[arg-type]  # each is one
+    said = judge_prompts(loss(HELD, got=got, before=known()), before, f"{before}Greet. Hi there<user>Hello", ASKED, 2)
+    assert said == Verdict(cause="reread")
+
+
+@pytest.mark.parametrize(
+    ("after", "got", "cause"),
+    [
+        # 16 characters of 25 are as before, so about 51 of 80 tokens could stay: half of that is near enough
+        ("<S><user>Hello<a>Hi there", 26, "template"),
+        ("<S><user>Hello<a>Hi there", 25, "restarted_or_foreign"),
+        # the reply alone is printed otherwise: 80 could stay
+        ("<S><user>Hello<assistant>Hi there", 40, "template"),
+        ("<S><user>Hello<assistant>Hi there", 39, "restarted_or_foreign"),
+    ],
+)
+def test_a_template_is_not_the_cause_of_much_more_than_it_has_changed(after: str, got: int, cause: str) -> None:
+    before = "<S><user>Hello<assistant>"
+    asked = judge_prompts(loss(Evidence(seen=used(60)), got=got, before=known()), before, after, ASKED, 2)
+    assert asked.cause == cause
+    undisturbed = judge_prompts(loss(HELD, got=got, before=known()), before, after, ASKED, 2)
+    assert undisturbed.cause == "template", "a model that cannot go back loses all behind a small change"
 
 
 def test_the_json_form_of_an_answer_counts_whole_alone() -> None:

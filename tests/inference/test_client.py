@@ -6,7 +6,7 @@ import gc
 import random
 import socket
 from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -54,6 +54,11 @@ from boxmaker.testing.server import (
     reply,
     scripted_server,
 )
+
+
+async def tell_nobody(_: Sequence[ChatEvent]) -> None:
+    """Take events that nobody asks for."""
+
 
 HTTP = Path(__file__).parents[2] / "fixtures" / "http"
 BODY = b'{"messages":[{"role":"user","content":"hi"}]}'
@@ -742,3 +747,44 @@ async def test_many_streams_through_one_client_give_each_its_own_reply(tmp_path:
 def test_the_jitter_is_full_by_default() -> None:
     """The default source is random.uniform: daemons that failed together do not come back together."""
     assert (Client.__init__.__kwdefaults__ or {})["uniform"] == random.uniform
+
+
+# -- what a try has done to its slot -------------------------------------------------------------
+
+IN_STREAM = b'data: {"error":{"code":400,"message":"no","type":"invalid_request_error"}}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("script", "taken"),
+    [
+        (reply("Hi"), True),
+        (error_response(400, "no"), False),
+        (error_response(503, "busy"), False),
+        (error_response(500, "failed at it"), True),
+        (STREAM_HEAD + IN_STREAM, True),
+        (STREAM_HEAD + delta(content="Hi"), True),
+        ([Reset()], True),  # it was sent: the server, or what stands before it, may have worked for minutes
+    ],
+)  # fmt: skip
+async def test_a_request_that_was_not_begun_has_not_used_its_slot(
+    tmp_path: Path, autojump_clock: MockClock, script: Script, taken: bool
+) -> None:
+    async with scripted_server(script) as server, asking(tmp_path, server, "[retry]\nattempts = 1\n") as it:
+        it.client.record.used(0, "a")
+        it.client.record.completed(0, "a")
+        with suppress(InferenceError):
+            await it.client.chat(ChatRequest(slot=0, body=BODY, session="b"), it.emit)
+        it.client.record.used(0, "a")
+        assert it.client.record.completed(0, "a").other == ("b" if taken else None)
+
+
+async def test_a_request_that_was_never_sent_has_not_used_its_slot(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async with scripted_server() as server:
+        url = server.url
+    async with Client(make_config(tmp_path, url), now_s=lambda: EPOCH_S) as client:
+        client.record.used(0, "a")
+        client.record.completed(0, "a")
+        with pytest.raises(InferenceError, match="cannot reach"):
+            await client.chat(ChatRequest(slot=0, body=BODY, session="b"), tell_nobody)
+        client.record.used(0, "a")
+        assert client.record.completed(0, "a").other is None

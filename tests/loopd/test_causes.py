@@ -13,8 +13,9 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
+from boxmaker.channel.stop import Stop
 from boxmaker.inference.cause import Evidence
-from boxmaker.proto.channel import TurnDone
+from boxmaker.proto.channel import Fork, ForkDone, TurnDone
 from boxmaker.proto.ids import SessionId
 from boxmaker.proto.ledger import CacheLine
 from boxmaker.session.ledger import LEDGER_NAME, read_lines
@@ -31,7 +32,7 @@ from boxmaker.testing.server import (
     reply,
     scripted_server,
 )
-from boxmaker.turn.runtime import Spent
+from boxmaker.turn.runtime import Spent, tell_nobody
 
 
 async def lines_of(daemon: Daemon, session: str = "a") -> list[CacheLine]:
@@ -153,6 +154,169 @@ async def test_another_session_on_the_slot_is_named(tmp_path: Path, autojump_clo
         line = (await lines_of(daemon))[-1]
         assert (line.cause, line.detail, line.lost) == ("evicted", {"session": "b"}, 96)
         assert asked_since(server, before) == ["/slots", "/v1/chat/completions"]
+
+
+async def test_a_request_that_was_refused_has_taken_nothing(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async with scripted_server() as server, running_daemon(tmp_path, server.url) as daemon:
+        server.slots = shown(None)
+        server.scripts += [reply("Hi", cache_n=0, prompt_n=80, predicted_n=20), error_response(400, "No.")]
+        await daemon.ask("a", "Hello", resume=False)
+        server.slots = shown(99)
+        await daemon.fail("b", "Hello", resume=False)
+        server.slots = shown(640, 7)
+        server.scripts += [reply("Again", cache_n=3, prompt_n=110, predicted_n=5)]
+        await daemon.ask("a", "And?", resume=True)
+        line = (await lines_of(daemon))[-1]
+        assert (line.cause, line.detail) == ("foreign", {"held": 640}), "it was not b"
+
+
+async def test_a_request_that_broke_off_has_taken_the_slot(tmp_path: Path, autojump_clock: MockClock) -> None:
+    config = "[retry]\nattempts = 1\n"
+    async with scripted_server() as server, running_daemon(tmp_path, server.url, config) as daemon:
+        server.scripts += [reply("Hi", cache_n=0, prompt_n=80, predicted_n=20), [Send(STREAM_HEAD)]]
+        await daemon.ask("a", "Hello", resume=False)
+        await daemon.fail("b", "Hello", resume=False)
+        server.scripts += [reply("Again", cache_n=3, prompt_n=110, predicted_n=5)]
+        await daemon.ask("a", "And?", resume=True)
+        line = (await lines_of(daemon))[-1]
+        assert (line.cause, line.detail) == ("evicted", {"session": "b"})
+
+
+TWO = "[slots]\nmain = [0, 1]\n"
+
+
+def both_shown(*held: int | None) -> list[dict[str, Any]]:
+    """`/slots` with slots 0 and 1, as `shown`."""
+    return [{**shown(tokens)[0], "id": number} for number, tokens in enumerate(held)]
+
+
+async def test_a_fork_that_runs_on_another_slot_has_left_its_cache_there(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    async with scripted_server() as server, running_daemon(tmp_path, server.url, TWO) as daemon:
+        server.slots = both_shown(None, None)
+        server.scripts += [reply("Hi", cache_n=0, prompt_n=80, predicted_n=20)]
+        await daemon.ask("a", "Hello", resume=False)
+        fork = Fork(session=SessionId("a"), from_=None, new=SessionId("f"))
+        assert await daemon.service.run(fork, tell_nobody, Stop()) == ForkDone(session=SessionId("f"), from_=1)
+        server.slots = both_shown(99, None)
+        server.scripts += [reply("Again", cache_n=0, prompt_n=110, predicted_n=5)]
+        await daemon.ask("f", "And?", resume=True)
+        line = (await lines_of(daemon, "f"))[-1]
+        assert (line.slot, line.cause, line.detail) == (1, "evicted", {"session": None, "slot_before": 0})
+
+
+async def test_a_fork_on_the_same_slot_is_told_who_has_used_it_since(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async with scripted_server() as server, running_daemon(tmp_path, server.url) as daemon:
+        server.scripts += [reply("Hi", cache_n=0, prompt_n=80, predicted_n=20), reply("Ho", cache_n=3)]
+        await daemon.ask("a", "Hello", resume=False)
+        await daemon.ask("b", "Hello", resume=False)
+        await daemon.service.run(Fork(session=SessionId("a"), from_=None, new=SessionId("f")), tell_nobody, Stop())
+        server.scripts += [reply("Again", cache_n=3, prompt_n=110, predicted_n=5)]
+        await daemon.ask("f", "And?", resume=True)
+        line = (await lines_of(daemon, "f"))[-1]
+        assert (line.cause, line.detail) == ("evicted", {"session": "b"})
+
+
+async def test_of_a_fork_that_this_daemon_has_not_made_no_slot_proves_anything(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    async with scripted_server() as server:
+        server.slots = both_shown(None, None)
+        server.scripts += [reply("Hi", cache_n=0, prompt_n=80, predicted_n=20)]
+        async with running_daemon(tmp_path, server.url, TWO) as daemon:
+            await daemon.ask("a", "Hello", resume=False)
+            await daemon.service.run(Fork(session=SessionId("a"), from_=None, new=SessionId("f")), tell_nobody, Stop())
+        async with running_daemon(tmp_path, server.url, TWO) as daemon:
+            server.slots = both_shown(99, None)
+            server.scripts += [reply("Hm", cache_n=99, prompt_n=3, predicted_n=3)]
+            await daemon.ask("a", "More?", resume=True)  # now it is known that the server lists what was used
+            server.scripts += [reply("Again", cache_n=0, prompt_n=110, predicted_n=5)]
+            await daemon.ask("f", "And?", resume=True)
+            line = (await lines_of(daemon, "f"))[-1]
+            assert (line.slot, line.lost, line.cause) == (1, 99, "unknown")
+
+
+async def test_a_session_that_has_moved_while_the_daemon_was_down_is_told_so(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    async with scripted_server() as server:
+        server.slots = both_shown(None, None)
+        server.scripts += [reply("Hi", cache_n=0, prompt_n=80, predicted_n=20)]
+        async with running_daemon(tmp_path, server.url) as daemon:
+            await daemon.ask("a", "Hello", resume=False)
+            await lines_of(daemon)
+        async with running_daemon(tmp_path, server.url, "[slots]\nmain = 1\n") as daemon:
+            server.slots = both_shown(99, None)
+            server.scripts += [reply("Again", cache_n=0, prompt_n=110, predicted_n=5)]
+            await daemon.ask("a", "And?", resume=True)
+            line = (await lines_of(daemon))[-1]
+            assert (line.slot, line.cause, line.detail) == (1, "evicted", {"session": None, "slot_before": 0})
+
+
+async def test_a_side_file_of_another_log_says_nothing(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async with scripted_server() as server:
+        server.slots = both_shown(None, None)
+        server.scripts += [reply("Hi", cache_n=0, prompt_n=80, predicted_n=20)]
+        async with running_daemon(tmp_path, server.url) as daemon:
+            await daemon.ask("a", "Hello", resume=False)
+            await lines_of(daemon)
+            file = daemon.store.directory / "a" / LEDGER_NAME
+        file.write_text(file.read_text("utf-8").replace('"read":80', '"read":81'), "utf-8")
+        async with running_daemon(tmp_path, server.url, "[slots]\nmain = 1\n") as daemon:
+            server.slots = both_shown(99, None)
+            server.scripts += [reply("Again", cache_n=0, prompt_n=110, predicted_n=5)]
+            await daemon.ask("a", "And?", resume=True)
+            assert (await lines_of(daemon))[-1].cause == "unknown"
+
+
+async def test_of_a_template_that_came_while_nothing_was_lost_no_change_is_told(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    async with scripted_server() as server, running_daemon(tmp_path, server.url) as daemon:
+        daemon.rt.facts.saw_props({"chat_template": "old"})
+        server.props = {"chat_template": "new"}
+        for session in "ab":  # the second one is begun on a server that has begun anew since the first
+            server.slots = shown(None)
+            server.scripts += [reply("Hi", cache_n=0, prompt_n=80, predicted_n=20)]
+            await daemon.ask(session, "Hello", resume=False)
+            server.slots = shown(99)
+            server.scripts += [reply("Hm", cache_n=99, prompt_n=6, predicted_n=3)]
+            await daemon.ask(session, "More?", resume=True)
+        server.slots = shown(None)
+        server.scripts += [reply("Again", cache_n=0, prompt_n=110, predicted_n=5)]
+        await daemon.ask("b", "And?", resume=True)
+        assert (await lines_of(daemon, "b"))[-1].cause == "restarted"
+
+
+async def test_another_template_is_told_to_every_session_that_it_has_cost_tokens(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    async with scripted_server() as server, running_daemon(tmp_path, server.url, TWO) as daemon:
+        daemon.rt.facts.saw_props({"chat_template": "old"})
+        server.slots = both_shown(None, None)
+        server.scripts += [reply("Hi", cache_n=0, prompt_n=80, predicted_n=20)] * 2
+        for session in "ab":
+            await daemon.ask(session, "Hello", resume=False)
+        server.slots = both_shown(99, 99)
+        server.scripts += [reply("Hm", cache_n=99, prompt_n=6, predicted_n=3)] * 2
+        for session in "ab":
+            await daemon.ask(session, "More?", resume=True)
+        server.props = {"chat_template": "new"}
+        for session in "ab":
+            server.slots = both_shown(None, None)
+            server.scripts += [reply("Again", cache_n=0, prompt_n=110, predicted_n=5)]
+            await daemon.ask(session, "And?", resume=True)
+            line = (await lines_of(daemon, session))[-1]
+            assert (line.cause, line.detail.get("what")) == ("model", "template"), session
+        for session in "ab":
+            server.slots = both_shown(300, 300)
+            server.scripts += [reply("Hm", cache_n=114, prompt_n=6, predicted_n=3)]
+            await daemon.ask(session, "More?", resume=True)
+            server.slots = both_shown(None, None)
+            server.scripts += [reply("Again", cache_n=0, prompt_n=150, predicted_n=5)]
+            await daemon.ask(session, "And?", resume=True)
+            assert (await lines_of(daemon, session))[-1].cause == "restarted", "the template is the same since"
 
 
 async def test_a_slot_that_was_used_and_is_unused_again_is_a_restart(tmp_path: Path, autojump_clock: MockClock) -> None:
@@ -337,6 +501,7 @@ async def test_a_turn_that_arrives_before_the_search_has_begun_leaves_none(
             cached=4,
             read=20,
             generated=5,
+            prompt_before=10,
             expected=14,
             lost=10,
             prefill_ms=None,

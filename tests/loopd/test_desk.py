@@ -26,6 +26,7 @@ from boxmaker.testing.port import ScriptedPort, hang
 from boxmaker.testing.server import (
     STREAM_HEAD,
     Hang,
+    Script,
     Send,
     Until,
     delta,
@@ -405,6 +406,25 @@ async def test_who_waits_in_line_has_no_grace_and_who_runs_has(
                 await wait_all_tasks_blocked()
                 assert one.final.code == "shutting_down"
             nursery.cancel_scope.cancel()
+
+
+# -- several slots -------------------------------------------------------------------------------
+
+
+async def test_a_new_session_does_not_wait_while_a_slot_is_free(tmp_path: Path, autojump_clock: MockClock) -> None:
+    half = trio.Event()
+    scripts: list[Script] = [[Send(HALF), Until(half), Send(REST)], answer("two"), answer("three"), answer("four")]
+    config = "[slots]\nmain = [0, 1]\n"
+    async with scripted_server(*scripts) as server, running_daemon(tmp_path, server.url, config) as daemon:
+        async with trio.open_nursery() as nursery:
+            room = Room(daemon, nursery)
+            await room.turn("one", resume=False)
+            for session in ("b", "c"):
+                await room.ask(channel.Turn(session=SessionId(session), content="?", resume=False))
+            await room.ask(channel.Fork(session=SessionId("c"), from_=None, new=SessionId("f")))
+            await room.ask(channel.Turn(session=SessionId("d"), content="?", resume=False))
+            assert [json.loads(body)["id_slot"] for body in server.bodies] == [0, 1, 1, 1]
+            half.set()
 
 
 # -- fork and status -----------------------------------------------------------------------------

@@ -13,30 +13,37 @@ A, B, C, D = (SessionId(name) for name in "abcd")
 
 
 def begun(pins: Pins, session: SessionId) -> int:
-    return pins.pin(session, pins.begin(session))
+    """A new session's first turn, from begin to end."""
+    return turn(pins, session, pins.begin(session))
+
+
+def turn(pins: Pins, session: SessionId, began_on: int) -> int:
+    slot = pins.pin(session, began_on)
+    pins.over(session)
+    return slot
 
 
 def test_new_sessions_take_the_slots_in_their_order_then_the_least_recently_used() -> None:
     pins = Pins((2, 0))
     assert [begun(pins, session) for session in (A, B)] == [2, 0]
-    assert pins.pin(A, 2) == 2
+    assert turn(pins, A, 2) == 2
     assert begun(pins, C) == 0, "b's slot was used longest ago"
     assert begun(pins, D) == 2
 
 
 def test_a_session_keeps_its_slot_while_it_is_listed() -> None:
     pins = Pins((0, 1))
-    assert pins.pin(A, 1) == 1
+    assert turn(pins, A, 1) == 1
     assert begun(pins, B) == 0
-    assert [pins.pin(A, 1), pins.pin(B, 0), pins.pin(A, 1)] == [1, 0, 1]
+    assert [turn(pins, A, 1), turn(pins, B, 0), turn(pins, A, 1)] == [1, 0, 1]
 
 
 def test_a_session_whose_slot_is_not_listed_any_more_moves_once() -> None:
     pins = Pins((0, 1))
     assert begun(pins, A) == 0
-    assert pins.pin(B, 7) == 1
-    assert pins.pin(A, 0) == 0
-    assert pins.pin(B, 7) == 1, "its log still names the slot that it began on"
+    assert turn(pins, B, 7) == 1
+    assert turn(pins, A, 0) == 0
+    assert turn(pins, B, 7) == 1, "its log still names the slot that it began on"
 
 
 def test_sessions_of_before_have_used_their_slots_in_their_order() -> None:
@@ -51,12 +58,31 @@ def test_a_session_that_could_not_be_begun_has_used_nothing() -> None:
     assert pins.begin(A) == 0
     pins.forget(A)
     assert pins.begin(B) == 0
-    assert pins.pin(B, 0) == 0
+    assert turn(pins, B, 0) == 0
     pins.forget(B)  # it is there
     assert pins.begin(C) == 1
-    assert pins.pin(A, 1) == 1
+    assert turn(pins, A, 1) == 1
     pins.forget(C)  # but a has used that slot meanwhile
     assert pins.begin(D) == 0
+
+
+def test_sessions_that_began_on_one_slot_part_when_more_are_listed() -> None:
+    pins = Pins((0, 1, 2), [(A, 0), (B, 0), (C, 0), (D, 0)])
+    assert turn(pins, D, 0) == 0, "nobody has used the slot since"
+    assert [turn(pins, A, 0), turn(pins, B, 0)] == [1, 2]
+    assert turn(pins, C, 0) == 0, "no slot is new any more"
+    assert [turn(pins, A, 0), turn(pins, D, 0)] == [1, 0]
+
+
+def test_a_new_session_does_not_wait_behind_a_turn_while_another_slot_is_free() -> None:
+    pins = Pins((0, 1))
+    assert pins.pin(A, pins.begin(A)) == 0
+    assert begun(pins, B) == 1
+    assert begun(pins, C) == 1, "the turn of a runs still, though it began first"
+    pins.over(A)
+    assert begun(pins, D) == 1, "a turn uses its slot to its end"
+    pins.over(A)
+    assert pins.pin(A, 0) == 0, "ended twice is ended"
 
 
 def test_two_sessions_that_are_begun_at_once_have_different_slots() -> None:
@@ -84,7 +110,7 @@ def test_sessions_share_a_slot_only_when_every_slot_has_one(
     slots: dict[SessionId, int] = {}
     for session, what in story:
         if session in slots:
-            assert pins.pin(session, slots[session]) == slots[session]
+            assert turn(pins, session, slots[session]) == slots[session]
         elif what == "fail":
             pins.begin(session)
             pins.forget(session)

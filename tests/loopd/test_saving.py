@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import trio
 from attrs import define, field
-from trio.testing import MockClock
+from trio.testing import MockClock, wait_all_tasks_blocked
 
 from boxmaker.loopd.saving import save_dir_problem, server_identity
 from boxmaker.proto.ids import SessionId
 from boxmaker.proto.saved import ServerIdentity
+from boxmaker.session.ledger import read_lines
 from boxmaker.session.saved import SavedFiles
 from boxmaker.testing.daemon import Daemon, running_daemon
 from boxmaker.testing.server import (
@@ -229,6 +230,28 @@ async def test_a_restore_that_did_nothing_is_told_and_not_tried_again_for_this_s
         server.props["build_info"] = "b2"  # another server: perhaps it can
         await daemon.saver.drain()
         assert kv.asked[1:] == ["0?action=save"]
+
+
+async def test_a_restored_slot_is_no_server_that_has_begun_anew(tmp_path: Path, autojump_clock: MockClock) -> None:
+    """The real server lists a slot that was restored as never used."""
+    async with serving(tmp_path) as (server, kv, daemon):
+
+        def act(what: str, body: Any) -> bytes:
+            if what.endswith("restore"):
+                server.slots = shown(None)
+            return kv.act(what, body)
+
+        server.on_slot_action = act
+        server.slots = shown(14)
+        await say(server, daemon, "a", resume=False)
+        await say(server, daemon, "b", resume=False)
+        await say(server, daemon, "a", cached=6)
+        assert kv.asked == ["0?action=save", "0?action=save", "0?action=restore"]
+        assert daemon.client.record.renewals == 0
+        await wait_all_tasks_blocked(0.02)
+        line = read_lines(daemon.store.directory / "a")[2]
+        assert (line.lost, line.cause) == (8, "evicted")
+        assert line.detail == {"session": "b", "restored": 14}
 
 
 async def test_half_of_it_is_not_nothing(

@@ -27,6 +27,14 @@ def test_lines_are_appended_to_a_file_for_the_owner_alone(tmp_path: Path) -> Non
     assert read_lines(tmp_path) == {1: FIRST, 2: SECOND, 3: LINE}
 
 
+def test_of_a_long_file_the_end_is_read_alone_where_that_is_asked_for(tmp_path: Path) -> None:
+    append_lines(tmp_path, [FIRST, SECOND, LINE])
+    size = len(f"{CACHE_LINE.encode(LINE)}\n")
+    assert read_lines(tmp_path, size) == {3: LINE}
+    assert read_lines(tmp_path, size - 1) == {}, "a line that is cut is none"
+    assert read_lines(tmp_path, 10 * size) == {1: FIRST, 2: SECOND, 3: LINE}
+
+
 def test_a_torn_line_takes_no_other_with_it(tmp_path: Path) -> None:
     append_lines(tmp_path, [FIRST])
     with (tmp_path / LEDGER_NAME).open("ab") as file:

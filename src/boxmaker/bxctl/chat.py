@@ -10,7 +10,6 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from io import TextIOWrapper
 from pathlib import Path
 from typing import TextIO
 
@@ -212,8 +211,6 @@ def run_chat(options: Options, *, no_colour: bool) -> int:
         OSError: our output cannot be written; BrokenPipeError: nobody reads it any more.
     """
     out, err = sys.stdout, sys.stderr
-    if isinstance(out, TextIOWrapper):
-        out.reconfigure(errors="backslashreplace")  # as stderr is: an answer is not lost to the locale
     terminal = out.isatty()
     renderer = Renderer(
         out,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,8 @@ def main() -> None:
     if sys.stdout is None:
         click.echo("bxctl: output: stdout is closed, there is nowhere to print to", err=True)
         sys.exit(1)
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr is: nothing is lost to the locale
 
 
 def default_socket() -> Path:
@@ -261,13 +264,16 @@ def why(session: str | None, home: Path | None) -> None:
 @click.option("--json", "as_json", is_flag=True, help="A line of JSON a completion, and a last one with the totals.")
 def cache(session: str | None, home: Path | None, as_json: bool) -> None:
     """Show what each completion took from the cache, read and lost; of the newest session without an ID."""
-    from boxmaker.bxctl.cache import cache_json, cache_table, read_completions
+    from boxmaker.bxctl.cache import ASCII, BLOCKS, cache_json, cache_table, read_completions
+    from boxmaker.bxctl.output import can_print
 
     directory = sessions_of(home)
     with Ending():
         wanted = session_or_newest(session, directory)
         found = read_completions(directory, wanted)
-        sys.stdout.writelines(f"{line}\n" for line in (cache_json(found) if as_json else cache_table(wanted, found)))
+        parts = BLOCKS if can_print(BLOCKS, sys.stdout) else ASCII
+        lines = cache_json(found) if as_json else cache_table(wanted, found, parts)
+        sys.stdout.writelines(f"{line}\n" for line in lines)
         sys.stdout.flush()
 
 

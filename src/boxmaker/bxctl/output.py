@@ -1,4 +1,4 @@
-"""stdout as a pipe: does anybody still read it?"""
+"""stdout: what can be printed there, and does anybody still read it?"""
 
 from __future__ import annotations
 
@@ -6,6 +6,15 @@ import select
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TextIO
+
+
+def can_print(text: str, out: TextIO) -> bool:
+    """Can an output write a text in its own encoding, with nothing in its place?"""
+    try:
+        text.encode(out.encoding or "ascii")
+    except UnicodeError:
+        return False
+    return True
 
 
 def reader_watch(out: TextIO) -> Callable[[], bool]:

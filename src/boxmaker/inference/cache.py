@@ -20,6 +20,11 @@ class TokenFigures:
     prompt_n: int | None
     predicted_n: int | None
 
+    @property
+    def prompt_tokens(self) -> int | None:
+        """The whole prompt; None when a figure is missing."""
+        return None if self.cache_n is None or self.prompt_n is None else self.cache_n + self.prompt_n
+
 
 @frozen
 class Hit:

@@ -2,9 +2,11 @@
 
 Laws:
 * A cause is named only with its proof; without one it is `restarted_or_foreign` or `unknown`.
-* What is proven of the slot comes first: a slot that somebody else has emptied says nothing about the template.
+* What is proven of the slot comes first: a slot that somebody else has emptied says nothing about the template; and the
+  latest of several events: a session that had a slot before the server began anew is not what emptied it.
 * A slot that still holds as many tokens as we left, and that no other session of ours had, is undisturbed: then only
   `template` and `reread` are left.
+* What a slot shows is a proof only where the earlier completion is known to have been on that slot.
 
 Source: design.md, "Where the tokens went"; `/slots` as measured (`../shared/llama-server.md`, 5 and 6).
 """
@@ -21,6 +23,8 @@ from boxmaker.proto.ledger import CauseName
 
 SHOWN_CHARACTERS = 80
 """How much of a differing text is kept."""
+SEAM_TOKENS = 8
+"""Where two texts meet, a tokenizer may merge a few tokens: so few are no proof of anything."""
 
 
 @frozen(kw_only=True)
@@ -54,7 +58,8 @@ class Evidence:
     `seen` is the last look before the request. `shows_use`: this server is known to list what was used. `task_before`
     is the slot's `task` at the look before that one. `watched`: we have seen the earlier completion (the daemon was not
     started after it). Since then `other` is the session that used the slot last, if another one did, and `tries` counts
-    this session's own requests to it, this one included.
+    this session's own requests that may have used it, this one included. `restored`: a saved state was put into the
+    slot before this request.
     """
 
     seen: SlotSeen | None = None
@@ -63,6 +68,7 @@ class Evidence:
     watched: bool = False
     other: str | None = None
     tries: int = 1
+    restored: bool = False
 
 
 @define
@@ -77,6 +83,8 @@ class _Since:
 @define
 class _Slot:
     seen: SlotSeen | None = None
+    used: bool = False
+    restored: bool = False
     task: int | None = None
     task_before: int | None = None
     sessions: dict[str, _Since] = field(factory=dict)
@@ -88,26 +96,43 @@ class SlotRecord:
     def __init__(self) -> None:
         self._slots: dict[int, _Slot] = {}
         self.shows_use = False
+        self.renewals = 0
+        """How often the server was seen to have begun anew."""
 
     def looked(self, slot: int, seen: SlotSeen) -> None:
         """A look has found the slot free."""
         known = self._slots.setdefault(slot, _Slot())
         known.seen = seen
         known.task_before, known.task = known.task, seen.task
+        counts_anew = known.task is not None and known.task_before is not None and known.task < known.task_before
+        self.renewals += counts_anew or (known.used and not seen.used)
+        known.used = seen.used
         self.shows_use = self.shows_use or seen.used
+
+    def restored(self, slot: int) -> None:
+        """A saved state was put into the slot: it is listed as never used then."""
+        known = self._slots.setdefault(slot, _Slot())
+        known.used, known.restored = False, True
 
     def seen(self, slot: int) -> SlotSeen | None:
         """How the last look showed the slot, if no completion has come since."""
         known = self._slots.get(slot)
         return known.seen if known is not None else None
 
-    def began(self, slot: int, session: str) -> None:
-        """A request of a session goes to the slot now."""
+    def used(self, slot: int, session: str) -> None:
+        """A request of a session has used the slot, or may have."""
         known = self._slots.setdefault(slot, _Slot())
         known.sessions.setdefault(session, _Since()).tries += 1
         for other, since in known.sessions.items():
             if other != session:
                 since.other = session
+
+    def forked(self, session: str, new: str) -> None:
+        """A new session has what another one had; whether that has gone on since is not known."""
+        for known in self._slots.values():
+            since = known.sessions.get(session)
+            if since is not None:
+                known.sessions[new] = _Since(other=since.other, tries=1)
 
     def completed(self, slot: int, session: str) -> Evidence:
         """The session has its completion; give what was seen since the one before."""
@@ -115,6 +140,7 @@ class SlotRecord:
         since = known.sessions[session]
         known.sessions[session] = _Since(watched=True)
         seen, known.seen = known.seen, None  # a look counts for the request that follows it
+        restored, known.restored = known.restored, False
         return Evidence(
             seen=seen,
             shows_use=self.shows_use,
@@ -122,16 +148,18 @@ class SlotRecord:
             watched=since.watched,
             other=since.other,
             tries=since.tries,
+            restored=restored,
         )
 
 
 @frozen(kw_only=True)
 class ServerKnown:
-    """What a session's completion was made with; None for what is not known."""
+    """What a session's completion was made with; None for what is not known. `template` is a digest."""
 
     model: str | None
     n_ctx: int | None
     slot: int
+    template: str | None = None
 
 
 @frozen(kw_only=True)
@@ -144,10 +172,14 @@ class Verdict:
 
 @frozen(kw_only=True)
 class LossFacts:
-    """What is known of a loss before the server is asked; `before` is None when we have not seen that completion."""
+    """What is known of a loss before the server is asked; `before` is None when nothing is known of that completion.
+
+    Its prompt had `prompt` tokens, without what was generated.
+    """
 
     expected: int
     got: int
+    prompt: int
     before: ServerKnown | None
     now: ServerKnown
     evidence: Evidence
@@ -179,12 +211,12 @@ def proven(facts: LossFacts) -> Verdict | None:
             return other
         if before.slot != now.slot:
             return Verdict(cause="evicted", detail={"session": None, "slot_before": before.slot})
+        if seen is not None and evidence.shows_use and not seen.used and not evidence.restored:
+            return Verdict(cause="restarted")
     if evidence.other is not None:
         return Verdict(cause="evicted", detail={"session": evidence.other})
-    if seen is None or undisturbed(facts):
+    if seen is None or before is None or undisturbed(facts):
         return None
-    if evidence.shows_use and not seen.used:
-        return Verdict(cause="restarted")
     if evidence.watched and evidence.tries == 1 and seen.held is not None:
         if seen.task is not None and evidence.task_before is not None and seen.task < evidence.task_before:
             return Verdict(cause="restarted")
@@ -195,13 +227,14 @@ def proven(facts: LossFacts) -> Verdict | None:
 def may_be_unused(facts: LossFacts) -> bool:
     """Was the slot listed as never used, by a server of which we do not know yet whether it lists that?"""
     seen = facts.evidence.seen
-    return seen is not None and not seen.used and facts.got == 0
+    return facts.before is not None and seen is not None and not seen.used and facts.got == 0
 
 
 def unproven(facts: LossFacts, *, extension: bool) -> Verdict:
     """The cause when none is proven otherwise; `extension`: the rendered prompt is known to be one."""
     if not undisturbed(facts):
-        return Verdict(cause="restarted_or_foreign" if facts.evidence.tries == 1 else "unknown")
+        ours = facts.before is None or facts.evidence.tries > 1
+        return Verdict(cause="unknown" if ours else "restarted_or_foreign")
     return Verdict(cause="reread" if extension else "unknown")
 
 
@@ -211,6 +244,23 @@ def last_reply(messages: Sequence[dict[str, Any]], note: str) -> int | None:
         if messages[at].get("role") == "assistant" and messages[at].get("content") != note:
             return at
     return None
+
+
+def judge_prompts(facts: LossFacts, before: str, after: str, messages: Sequence[dict[str, Any]], reply: int) -> Verdict:
+    """The cause by two rendered prompts, as `compare_prompts` takes them.
+
+    A template that prints a text otherwise costs what stands behind that text. When much more was lost than that, from
+    a slot that may have been disturbed, it is not the cause. How a template should have printed the reply's calls is
+    not known: behind them a loss is `unknown`.
+    """
+    verdict = compare_prompts(before, after, messages, reply)
+    if verdict is None:
+        printed = not messages[reply].get("tool_calls") or facts.got < facts.prompt - SEAM_TOKENS
+        return unproven(facts, extension=printed)
+    kept = facts.prompt * _common(before, after) / max(len(before), 1)
+    if undisturbed(facts) or facts.got >= kept / 2:
+        return verdict
+    return unproven(facts, extension=False)
 
 
 def compare_prompts(before: str, after: str, messages: Sequence[dict[str, Any]], reply: int) -> Verdict | None:
@@ -266,8 +316,12 @@ def _end_of(text: str, prompt: str, begin: int) -> int | None:
 
 
 def _common(one: str, other: str) -> int:
-    """How many characters two texts have in common; `one` is no prefix of `other`."""
-    at = 0
-    while at < len(other) and one[at] == other[at]:
-        at += 1
-    return at
+    """How many characters two texts have in common, found in the time of a few comparisons."""
+    least, most = 0, min(len(one), len(other))
+    while least < most:
+        middle = (least + most + 1) // 2
+        if one[least:middle] == other[least:middle]:
+            least = middle
+        else:
+            most = middle - 1
+    return least

@@ -202,8 +202,16 @@ class Client:
 
         Cancellation: safe at any point; the connection is closed, which frees the server's slot.
         """
-        self.record.began(request.slot, request.session)
-        return await _Try(self._http, self._config, request, emit).run()
+        attempt = _Try(self._http, self._config, request, emit)
+        refused = False
+        try:
+            return await attempt.run()
+        except InferenceError as exc:
+            refused = attempt.refused(exc)
+            raise
+        finally:
+            if not refused:
+                self.record.used(request.slot, request.session)
 
     async def chat_with_retry(
         self, request: ChatRequest, hold: SlotHold, emit: Emit, first_look: Look | None = None
@@ -373,6 +381,7 @@ class _Try:
         self._phase: Literal["connect", "prefill", "stall", "finished"] = "connect"
         self._processed = -1
         self._events_came = False
+        self._streams = False
 
     async def run(self) -> Completion:
         headers_seen = False
@@ -385,6 +394,7 @@ class _Try:
                     headers_seen = True
                     if response.status_code != 200:
                         raise await self._refusal(response)
+                    self._streams = True
                     await self._stream(response)
             except InferenceError:
                 if not self._assembler.finished:  # a whole reply is kept, whatever comes after it
@@ -395,6 +405,14 @@ class _Try:
         if self._scope.cancelled_caught and not self._assembler.finished:
             raise self._timed_out()
         return self._assembler.completion()
+
+    def refused(self, error: InferenceError) -> bool:
+        """Has the server not begun to work on the request, by how the try has failed?"""
+        if error.kind == "connect":
+            return self._phase == "connect"
+        status = error.status
+        # with another status it may have failed at the work
+        return not self._streams and error.kind == "http" and status is not None and (status < 500 or status == 503)
 
     def _wait(self, phase: Literal["prefill", "stall", "finished"], seconds: float) -> None:
         """Give the server that long from now, to the millisecond: setting a deadline costs as much as a token."""

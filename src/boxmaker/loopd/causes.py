@@ -14,15 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import trio
-from attrs import frozen
+from attrs import evolve, frozen
 
 from boxmaker.errors import InferenceError
+from boxmaker.inference.cache import expected_tokens
 from boxmaker.inference.cause import (
     LossFacts,
     ServerKnown,
     Verdict,
     changed,
-    compare_prompts,
+    judge_prompts,
     last_reply,
     may_be_unused,
     proven,
@@ -37,11 +38,13 @@ from boxmaker.log import log_event, log_exception
 from boxmaker.proto.ids import SessionId
 from boxmaker.proto.ledger import CacheLine
 from boxmaker.session.disk import Disk
-from boxmaker.session.ledger import append_lines
+from boxmaker.session.ledger import append_lines, figures_of, read_lines
 from boxmaker.turn.runtime import Spent
 
 CALLS = 2
 """How often the server is asked at most to find a cause: both of two prompts, or its slots and its properties."""
+TAIL_BYTES = 65_536
+"""How much of a side file is read to find out where the last completion was made: a line is some 250 bytes."""
 TURNS_WAITING = 64
 """Turns whose lines are not written yet; more than that wait for a disk that has stopped, and are left out."""
 
@@ -65,6 +68,7 @@ class CauseFinder:
         self._disk = disk
         self._sessions = sessions
         self._known: dict[SessionId, ServerKnown] = {}
+        self._renewals = 0
         self._arrived = 0
         self._search: trio.CancelScope | None = None
         self._failing = False
@@ -76,18 +80,29 @@ class CauseFinder:
         if self._search is not None:
             self._search.cancel()
 
+    def forked(self, session: SessionId, new: SessionId) -> None:
+        """A new session goes on with what another one has in the cache."""
+        if session in self._known:
+            self._known[new] = self._known[session]
+        self._client.record.forked(session, new)
+
     def turn_over(self, session: SessionId, spent: Sequence[Spent]) -> None:
         """A turn has ended, however; its lines are written soon."""
         if not spent:
             return
+        if self._renewals != self._client.record.renewals:  # it may have another template now
+            self._renewals = self._client.record.renewals
+            self._facts.template = None
         losses = {}
         for one in spent:
             seen = one.evidence.seen
-            now = ServerKnown(model=one.model, n_ctx=seen.n_ctx if seen is not None else None, slot=one.slot)
+            n_ctx = seen.n_ctx if seen is not None else None
+            now = ServerKnown(model=one.model, n_ctx=n_ctx, slot=one.slot, template=self._facts.template)
             if one.lost and one.expected is not None and one.cached is not None:
                 losses[one.completion] = LossFacts(
                     expected=one.expected,
                     got=one.cached,
+                    prompt=one.prompt_before or 0,
                     before=self._known.get(session),
                     now=now,
                     evidence=one.evidence,
@@ -121,6 +136,7 @@ class CauseFinder:
                     self._failing = False
 
     async def _lines(self, over: _Over) -> list[CacheLine]:
+        await self._recall(over)
         verdicts = {number: proven(facts) for number, facts in over.losses.items()}
         open_ones = [one for one in over.spent if one.completion in verdicts and verdicts[one.completion] is None]
         restarted = [n for n, verdict in verdicts.items() if verdict is not None and verdict.cause == "restarted"]
@@ -131,7 +147,8 @@ class CauseFinder:
                     last = open_ones[-1]
                     verdicts[last.completion] = await self._ask(last, over.losses[last.completion])
                 elif restarted:
-                    verdicts[restarted[-1]] = await self._began_as_another() or verdicts[restarted[-1]]
+                    facts = over.losses[restarted[-1]]
+                    verdicts[restarted[-1]] = await self._began_as_another(facts) or verdicts[restarted[-1]]
             self._search = None
         lines = []
         for one in over.spent:
@@ -158,6 +175,17 @@ class CauseFinder:
             )
         return lines
 
+    async def _recall(self, over: _Over) -> None:
+        """Find out where a completion was made that this daemon has not seen: the side file may know."""
+        for number, facts in over.losses.items():
+            if facts.before is None:
+                directory = self._sessions / over.session
+                lines = await self._disk.run(lambda: read_lines(directory, TAIL_BYTES))  # noqa: B023  # awaited here
+                found = lines.get(number - 1)
+                if found is not None and expected_tokens(figures_of(found)) == facts.expected:
+                    slot = ServerKnown(model=None, n_ctx=None, slot=found.slot)
+                    over.losses[number] = evolve(facts, before=slot)
+
     async def _ask(self, one: Spent, facts: LossFacts) -> Verdict | None:
         """Ask the server what our own record does not prove; None when it does not tell."""
         if may_be_unused(facts):
@@ -171,23 +199,23 @@ class CauseFinder:
         after = await self._rendered(request, messages) if before is not None else None
         if before is None or after is None:
             return None
-        return compare_prompts(before, after, messages, reply) or unproven(facts, extension=True)
+        return judge_prompts(facts, before, after, messages, reply)
 
     async def _unused(self, slot: int, facts: LossFacts) -> Verdict | None:
         """Does the server list use now? Then it had begun anew before the request."""
         answer = await self._answer("GET", "/slots")
         for entry in answer.entries() if answer is not None else ():
             if entry.get("id") == slot and slot_seen(entry).used:
-                return await self._began_as_another() or Verdict(cause="restarted")
+                return await self._began_as_another(facts) or Verdict(cause="restarted")
         return unproven(facts, extension=False)
 
-    async def _began_as_another(self) -> Verdict | None:
+    async def _began_as_another(self, facts: LossFacts) -> Verdict | None:
         """The server was restarted: with another context or template than before?"""
         answer = await self._answer("GET", "/props")
-        was, now = self._facts.template, template_digest(answer.value) if answer is not None else None
+        now = template_digest(answer.value) if answer is not None else None
         if now is not None:
             self._facts.template = now
-        return changed("template", was, now)
+        return changed("template", facts.before.template if facts.before is not None else None, now)
 
     async def _rendered(self, request: dict[str, Any], messages: Sequence[Any]) -> str | None:
         body = {key: value for key, value in request.items() if not key.startswith("stream")}

@@ -1,14 +1,16 @@
 """Which slot each session has, when several slots are ours; pure.
 
 Laws:
-* A session keeps its slot while that is listed.
-* A new session takes the slot that was used least recently, the first listed of those that were never used: two
-  sessions share a slot only when every slot has one.
-* A session that could not be begun has used nothing.
+* A session keeps its slot while that is listed. Only where another session has used it since, so that nothing is lost,
+  it moves to a listed slot that nobody has had.
+* A new session takes the slot that was used least recently, the first listed of those that were never used, and one
+  where no turn runs or waits before all others: two sessions share a slot only when every slot has one.
+* A turn uses its slot from its begin to its end. A session that could not be begun has used nothing.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from boxmaker.proto.ids import SessionId
@@ -22,10 +24,14 @@ class Pins:
 
     def __init__(self, listed: Sequence[int], known: Iterable[tuple[SessionId, int]] = ()) -> None:
         self._listed = tuple(listed)
-        self._slots: dict[SessionId, tuple[int, int]] = {}
-        """Of each session the slot, and which use of any slot was its last."""
-        self._before: dict[SessionId, int] = {}
+        self._slots: dict[SessionId, int] = {}
+        self._last: dict[int, SessionId] = {}
+        """Of each slot the session that used it last."""
+        self._before: dict[SessionId, tuple[int, SessionId | None]] = {}
+        """Of each session that is being begun, how its slot was used before."""
         self._used = dict.fromkeys(self._listed, 0)
+        self._turns: Counter[int] = Counter()
+        self._running: dict[SessionId, int] = {}
         self._uses = 0
         for session, slot in known:
             if slot in self._used:
@@ -34,9 +40,9 @@ class Pins:
     def begin(self, session: SessionId) -> int:
         """Give a slot to a session that is about to be begun; `pin` it when it is there, `forget` it when it fails."""
         if session in self._slots:  # there is one: that it cannot be begun again is found out by who tries
-            return self._slots[session][0]
+            return self._slots[session]
         slot = self._least_recent()
-        self._before[session] = self._used[slot]
+        self._before[session] = (self._used[slot], self._last.get(slot))
         self._use(session, slot)
         return slot
 
@@ -44,23 +50,42 @@ class Pins:
         """The session was not begun: its slot counts as used when it was before; no effect on one that is there."""
         before = self._before.pop(session, None)
         if before is not None:
-            slot, use = self._slots.pop(session)
-            if self._used[slot] == use:  # nobody has used it meanwhile
-                self._used[slot] = before
+            slot = self._slots.pop(session)
+            if self._last[slot] == session:  # nobody has used it meanwhile
+                self._used[slot], last = before
+                del self._last[slot]
+                if last is not None:
+                    self._last[slot] = last
 
     def pin(self, session: SessionId, began_on: int) -> int:
-        """The slot of a session for the turn that it begins now; its log says that it began on `began_on`."""
+        """The slot of a session for the turn that it begins now; its log says that it began on `began_on`.
+
+        `over` ends the turn.
+        """
         self._before.pop(session, None)
-        slot, _ = self._slots.get(session, (began_on, 0))
-        if slot not in self._used:
+        slot = self._slots.get(session, began_on)
+        if slot not in self._used or (self._last.get(slot, session) != session and self._is_any_new()):
             slot = self._least_recent()
         self._use(session, slot)
+        self._turns[slot] += 1
+        self._running[session] = slot
         return slot
 
+    def over(self, session: SessionId) -> None:
+        """The session's turn has ended; no effect when none had begun."""
+        slot = self._running.pop(session, None)
+        if slot is not None:
+            self._turns[slot] -= 1
+            self._use(session, slot)
+
+    def _is_any_new(self) -> bool:
+        return not all(self._used.values())
+
     def _least_recent(self) -> int:
-        return min(self._listed, key=lambda slot: self._used[slot])
+        return min(self._listed, key=lambda slot: (self._turns[slot], self._used[slot]))
 
     def _use(self, session: SessionId, slot: int) -> None:
         self._uses += 1
         self._used[slot] = self._uses
-        self._slots[session] = (slot, self._uses)
+        self._last[slot] = session
+        self._slots[session] = slot

@@ -207,6 +207,7 @@ class SlotSaver:
                 return False
             asked = True
             answer = await self._act(slot, "restore", session)
+            self._client.record.restored(slot)
             if answer.value.get("n_restored") != saved.tokens:
                 raise _Refused(f"{answer.value.get('n_restored')} tokens of {saved.tokens} came back")
             occupant.restored = saved

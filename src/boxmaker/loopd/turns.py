@@ -99,6 +99,7 @@ class TurnService:
                 ) as session:
                     outcome = await run_turn(session, rt, turn.content, emit, control)
             finally:
+                self._pins.over(turn.session)
                 self._pins.forget(turn.session)
                 self._causes.turn_over(turn.session, control.spent)
             place.ending = "turn_done"
@@ -166,6 +167,8 @@ class TurnService:
             try:
                 at = await self._store.fork(fork.session, fork.from_, fork.new, slot=slot)
                 self._pins.pin(fork.new, slot)
+                self._pins.over(fork.new)
+                self._causes.forked(fork.session, fork.new)
             finally:
                 self._pins.forget(fork.new)
             place.ending = "fork_done"

@@ -30,7 +30,7 @@ def parse_arguments(text: str) -> JsonObject:
     """
     if not text.strip():
         return {}
-    if _depth(text) > MAX_DEPTH:
+    if depth_of(text) > MAX_DEPTH:
         raise ValueRefused(path="$", problem=f"nested over {MAX_DEPTH} deep")
     value = loads(text)
     if type(value) is not dict:
@@ -42,7 +42,7 @@ def parse_arguments(text: str) -> JsonObject:
     return value
 
 
-def _depth(text: str) -> int:
+def depth_of(text: str) -> int:
     """The nesting of a JSON text; an upper bound is enough when it is small."""
     if text.count("{") + text.count("[") <= MAX_DEPTH:
         return 0

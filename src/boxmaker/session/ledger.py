@@ -17,6 +17,7 @@ from attrs import evolve
 
 from boxmaker.errors import ValueRefused
 from boxmaker.inference.cache import TokenFigures, expected_tokens
+from boxmaker.proto.arguments import MAX_DEPTH, depth_of
 from boxmaker.proto.ledger import CACHE_LINE, CacheLine
 from boxmaker.proto.records import Assistant, CacheLoss, LogRecord, SessionStart, Usage
 
@@ -45,13 +46,18 @@ def append_lines(directory: Path, lines: Iterable[CacheLine]) -> None:
         os.close(fd)
 
 
-def read_lines(directory: Path) -> dict[int, CacheLine]:
-    """The lines of a session's side file by their completions; what cannot be read is left out, the last one counts."""
-    file = directory / LEDGER_NAME
+def read_lines(directory: Path, tail_bytes: int = LEDGER_MAX_BYTES) -> dict[int, CacheLine]:
+    """The lines of a session's side file by their completions, those in its last `tail_bytes`.
+
+    What cannot be read is left out, the last one of a completion counts.
+    """
+    name = directory / LEDGER_NAME
     try:
-        if not file.is_file() or file.is_symlink() or file.stat().st_size > LEDGER_MAX_BYTES:
+        if not name.is_file() or name.is_symlink() or (size := name.stat().st_size) > LEDGER_MAX_BYTES:
             return {}
-        raw = file.read_bytes()
+        with name.open("rb") as file:
+            file.seek(max(size - tail_bytes, 0))
+            raw = file.read(tail_bytes)
     except OSError:
         return {}
     found = {}
@@ -60,8 +66,15 @@ def read_lines(directory: Path) -> dict[int, CacheLine]:
             value = CACHE_LINE.decode(line)
         except ValueRefused:
             continue
+        if depth_of(line.decode("utf-8", "replace")) > MAX_DEPTH:  # ours are flat; one so deep could not be printed
+            continue
         found[value.completion] = value
     return found
+
+
+def figures_of(line: CacheLine) -> TokenFigures:
+    """What the server said of a completion."""
+    return TokenFigures(cache_n=line.cached, prompt_n=line.read, predicted_n=line.generated)
 
 
 def completions_of(records: Iterable[LogRecord], side: Mapping[int, CacheLine]) -> list[CacheLine]:
@@ -77,9 +90,7 @@ def completions_of(records: Iterable[LogRecord], side: Mapping[int, CacheLine]) 
             slot = record.slot
         elif isinstance(record, Assistant):
             if found:
-                before = TokenFigures(
-                    cache_n=found[-1].cached, prompt_n=found[-1].read, predicted_n=found[-1].generated
-                )
+                before = figures_of(found[-1])
             found.append(
                 CacheLine(
                     time=record.time,

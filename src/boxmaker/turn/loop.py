@@ -226,6 +226,7 @@ class _Turn:
                 cached=completion.cache_n,
                 read=completion.prompt_n,
                 generated=completion.predicted_n,
+                prompt_before=before.prompt_tokens if before is not None else None,
                 expected=expected,
                 lost=lost,
                 prefill_ms=completion.prefill_ms,

@@ -55,7 +55,8 @@ class Runtime:
 class Spent:
     """One completion that is in the log as its number `completion`, and what was seen around it.
 
-    Figures are tokens, None when the server sent none. `body` is its request, kept for a loss alone. `restored` tokens
+    Figures are tokens, None when the server sent none; `prompt_before` is what the completion before it was asked with.
+    `body` is its request, kept for a loss alone. `restored` tokens
     were brought back from the disk before it, if any.
     """
 
@@ -65,6 +66,7 @@ class Spent:
     cached: int | None
     read: int | None
     generated: int | None
+    prompt_before: int | None
     expected: int | None
     lost: int | None
     prefill_ms: int | None
