@@ -95,6 +95,9 @@ TEXTS: list[tuple[BoxmakerError, str, dict[str, object] | None]] = [
     (SessionFull(message="the server answered 400: too long", fork="a"),
      "the session no longer fits the server's context: the server answered 400: too long; go on without this message: "
      "bxctl fork a (--at N keeps less), or in a new session", {}),
+    (SessionFull(message="the server answered 400: too long", fork="a", at=3),
+     "the session no longer fits the server's context: the server answered 400: too long; go on with what was said up "
+     "to answer 3: bxctl fork a --at 3, or in a new session", {}),
     (TurnLimit(limit="tool_iterations", value=8),
      "the turn was ended after 8 rounds of tool calls ([loop] tool_iterations)",
      {"limit": "tool_iterations", "value": 8}),

@@ -572,6 +572,34 @@ async def test_the_fork_that_a_full_session_names_leaves_out_what_did_not_fit(
     assert [message["content"] for message in sent[1:]] == ["1", "a", "3"]
 
 
+async def test_a_full_session_names_an_answer_that_leaves_room(tmp_path: Path, autojump_clock: MockClock) -> None:
+    """The last answer has filled the context, so a fork at it would be as full."""
+    full = error_response(400, "the request exceeds the available context size")
+    scripts = [
+        reply("a", cache_n=0, prompt_n=3000, predicted_n=276),
+        reply("b", cache_n=3275, prompt_n=5, predicted_n=800),
+        full,
+    ]
+    async with scripted_server(*scripts) as server, running_daemon(tmp_path, server.url) as daemon:
+        for content, resume in (("1", False), ("2", True)):
+            await daemon.ask("s", content, resume=resume)
+        error = await daemon.fail("s", "3", resume=True)  # 4080 of 4096 tokens; 80 % are 3276.8
+        assert error.message.endswith(
+            "go on with what was said up to answer 1: bxctl fork s --at 1, or in a new session"
+        )
+
+
+async def test_a_full_session_none_of_whose_answers_leaves_room_names_no_fork(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    full = error_response(400, "the request exceeds the available context size")
+    scripts = [reply("a", cache_n=0, prompt_n=3000, predicted_n=277), full]
+    async with scripted_server(*scripts) as server, running_daemon(tmp_path, server.url) as daemon:
+        await daemon.ask("s", "1", resume=False)
+        error = await daemon.fail("s", "2", resume=True)
+        assert error.message.endswith("the available context size; go on in a new session")
+
+
 @pytest.mark.parametrize("scripts", [[], [reply(calls=[("c", "clock", "{}")])]])
 async def test_a_full_session_without_an_answer_names_no_fork(
     scripts: list[bytes], tmp_path: Path, autojump_clock: MockClock

@@ -323,10 +323,14 @@ class SessionFull(WireableError):
     message: str
     fork: str | None = None
     """The session's id when it has an answer that a fork can end with: the message that did not fit is left out."""
+    at: int | None = None
+    """The number of that answer when the last one would leave no room to go on."""
 
     def __str__(self) -> str:
         way = "in a new session"
-        if self.fork is not None:
+        if self.fork is not None and self.at is not None:
+            way = f"with what was said up to answer {self.at}: bxctl fork {self.fork} --at {self.at}, or {way}"
+        elif self.fork is not None:
             way = f"without this message: bxctl fork {self.fork} (--at N keeps less), or {way}"
         return f"the session no longer fits the server's context: {self.message}; go on {way}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from boxmaker.errors import BadRequest, SessionDamaged
 from boxmaker.proto.ids import SessionId
 from boxmaker.proto.time import Timestamp
-from boxmaker.session.fork import Cut, cut_log, forked_log
+from boxmaker.session.fork import Cut, cut_log, forked_log, last_answer_within
 
 A, B = SessionId("a"), SessionId("b")
 FILE = Path("/home/sessions/a/0.jsonl")
@@ -48,6 +49,32 @@ def test_an_answer_ends_with_its_usage_and_its_loss(wanted: int | None, at: int,
     found = cut(LINES, wanted)
     assert (found.at, found.baseline) == (at, HASH)
     assert raw(LINES)[found.begin : found.end] == raw(LINES[1:last])
+
+
+def used(cached: int | None, read: int | None, generated: int | None) -> str:
+    figures = json.dumps([cached, read, generated])[1:-1].split(", ")
+    named = zip(("cache_n", "prompt_n", "predicted_n"), figures, strict=True)
+    return USAGE.replace('"cache_n":0,"prompt_n":1,"predicted_n":2', ",".join(f'"{name}":{n}' for name, n in named))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "at"),
+    [(1000, 3), (301, 3), (300, 2), (250.5, 2), (201, 2), (200, None), (1, None)],
+)
+def test_the_last_answer_that_leaves_room_is_found_by_the_servers_figures(tokens: float, at: int | None) -> None:
+    lines = [
+        START, USER, CALLS, used(0, 1, 1), RESULT, ANSWER, used(200, 10, 10), USER,  # the first leaves 220
+        ANSWER, used(50, 100, 50), LOSS, USER,  # a template has dropped some: 200
+        ANSWER, used(200, 90, 10), USER, CALLS, used(900, 1, 1), RESULT,  # 300, and calls that are no answer
+    ]  # fmt: skip
+    assert last_answer_within([line.encode() for line in lines], tokens) == at
+
+
+def test_an_answer_without_figures_may_leave_room() -> None:
+    lines = [START, USER, ANSWER, used(0, 100, 1), USER, ANSWER, used(None, 100, 1), USER, ANSWER, used(9, 9, 90)]
+    assert last_answer_within([line.encode() for line in lines], 50) == 2
+    assert last_answer_within([line.encode() for line in [START, USER, ANSWER]], 50) == 1
+    assert last_answer_within([START.encode(), USER.encode()], 50) is None
 
 
 def test_the_new_log_is_a_start_of_its_own_and_the_old_lines_byte_for_byte() -> None:

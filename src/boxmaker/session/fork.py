@@ -65,6 +65,26 @@ def cut_log(file: Path, session: SessionId, lines: Iterable[tuple[int, bytes]], 
     return Cut(at=at, begin=first, end=ends[at - 1], baseline=state.start.baseline)
 
 
+def last_answer_within(lines: Iterable[bytes], tokens: float) -> int | None:
+    """The number of the last answer that left fewer than so many tokens in the context; None when none did.
+
+    By the server's own figures; an answer without them counts as one that did. `lines` are a whole log that was read
+    before.
+    """
+    fits: list[bool] = []
+    """Of each answer."""
+    answered = False
+    for record in map(decode_line, lines):
+        if isinstance(record, Assistant):
+            answered = not record.tool_calls
+            if answered:
+                fits.append(True)
+        elif isinstance(record, Usage) and answered:
+            figures = (record.cache_n, record.prompt_n, record.predicted_n)
+            fits[-1] = None in figures or sum(n for n in figures if n is not None) < tokens
+    return max((number for number, one in enumerate(fits, start=1) if one), default=None)
+
+
 def forked_log(cut: Cut, raw: bytes, *, session: SessionId, slot: int, time: Timestamp) -> bytes:
     """The log of the new session, made of the old one's bytes."""
     start = SessionStart(time=time, session=session, epoch=0, slot=slot, baseline=cut.baseline)

@@ -39,7 +39,7 @@ from boxmaker.proto.records import LogRecord, SessionStart, decode_line, encode_
 from boxmaker.proto.time import Timestamp
 from boxmaker.session.baseline import BASELINE, Baseline, baseline_hash, encode_baseline
 from boxmaker.session.disk import Disk, append_durably, create_directory, sync_directory
-from boxmaker.session.fork import cut_log, forked_log
+from boxmaker.session.fork import cut_log, forked_log, last_answer_within
 from boxmaker.session.replay import LogState, OutOfOrder
 
 LOG_NAME = "0.jsonl"
@@ -103,6 +103,18 @@ class Session:
     def request_body(self) -> bytes:
         """The body of the next request: what the log on disk says, to the byte."""
         return self._known.encoder.body()
+
+    async def last_answer_within(self, tokens: float) -> int | None:
+        """The number of the last answer that left fewer than so many tokens in the context; None when none did.
+
+        Raises:
+            StorageError: the log cannot be read.
+
+        Cancellation: checked on entry only.
+        """
+        size = self._known.size_bytes
+        raw = await self._disk.run(lambda: _read_all(self._file, self._fd, size))
+        return last_answer_within(raw.split(b"\n")[:-1], tokens)
 
     async def append(self, *records: LogRecord) -> None:
         """Write records as one durable append, then take them into the state.

@@ -178,8 +178,7 @@ class _Turn:
             completion = await self._rt.client.chat_with_retry(request, self.hold, self._emit_chat, look)
         except InferenceError as exc:
             if is_context_full(exc):
-                fork = self._session.id if self._session.state.answers else None
-                raise SessionFull(message=exc.message, fork=fork) from exc
+                raise await self._session_full(exc) from exc
             raise
         evidence = self._rt.client.record.completed(self._slot, self._session.id)
         self._rt.facts.saw_model(completion.model)
@@ -241,6 +240,20 @@ class _Turn:
             await self._emit(events)
         return completion
 
+    async def _session_full(self, exc: InferenceError) -> SessionFull:
+        """The error, with the answer that a fork can go on from: one that leaves room, where that is known."""
+        state, n_ctx = self._session.state, self._n_ctx(self._rt.client.record.seen(self._slot))
+        at: int | None = state.answers
+        if n_ctx is not None:
+            at = await self._session.last_answer_within(self._rt.config.session.warn_at * n_ctx)
+        if not at:
+            return SessionFull(message=exc.message)
+        return SessionFull(message=exc.message, fork=self._session.id, at=at if at < state.answers else None)
+
+    def _n_ctx(self, seen: SlotSeen | None) -> int | None:
+        """Tokens of the slot, as it was seen last."""
+        return seen.n_ctx if seen is not None and seen.n_ctx else self._rt.facts.n_ctx
+
     def _slot_used(self) -> None:
         """A request leaves for the server."""
         self._control.phase = "model"
@@ -248,7 +261,7 @@ class _Turn:
 
     def _context(self, figures: Figures, seen: SlotSeen | None) -> list[TurnEvent]:
         """Say once a turn that the slot is nearly full; by the server's own figures, or not at all."""
-        n_ctx = seen.n_ctx if seen is not None and seen.n_ctx else self._rt.facts.n_ctx
+        n_ctx = self._n_ctx(seen)
         counts = (figures.cache_n, figures.prompt_n, figures.predicted_n)
         used = sum(n for n in counts if n is not None)
         if self._told_context or n_ctx is None or None in counts or used < self._rt.config.session.warn_at * n_ctx:
