@@ -15,11 +15,12 @@ import trio
 from attrs import define, field
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from boxmaker.loopd.saving import save_dir_problem, server_identity
+from boxmaker.loopd.saving import last_in_slots, save_dir_problem, server_identity
 from boxmaker.proto.ids import SessionId
 from boxmaker.proto.saved import ServerIdentity
 from boxmaker.session.ledger import read_lines
 from boxmaker.session.saved import SavedFiles
+from boxmaker.session.store import LOG_NAME
 from boxmaker.testing.daemon import Daemon, running_daemon
 from boxmaker.testing.server import (
     STREAM_HEAD,
@@ -116,12 +117,13 @@ async def test_what_a_daemon_saved_at_its_end_is_restored_before_the_next_reques
     assert saved is not None
     assert (saved.session, saved.tokens, saved.bytes, saved.prompt.messages) == ("a", 14, 100, 2)
     assert saved.server == ServerIdentity(
-        model_path="/models/m.gguf", model_bytes=1000, n_ctx=4096, template="ba7816bf8f01", build="b1"
+        model_path="/models/m.gguf", model_bytes=1000, n_ctx=4096, template="ba7816bf8f01", build="b1", lora=None
     )
     async with serving(tmp_path) as (server, kv, daemon):
         server.slots = shown(None)
         await say(server, daemon, cached=14)
-        asked = ["/slots", "/props", "models", "/slots/0?action=restore", "/slots", "chat/completions"]
+        known = ["/props", "models", "/lora-adapters"]
+        asked = ["/slots", *known, "/slots/0?action=restore", "/slots", "chat/completions"]
         assert paths(server) == asked
         await say(server, daemon, cached=28)
         assert paths(server)[len(asked) :] == ["/slots", "chat/completions"], "once"
@@ -152,6 +154,7 @@ async def test_a_slot_that_still_holds_what_was_saved_is_left_alone(tmp_path: Pa
         {"build_info": "b2"},
         {"model_path": None},
         "size",
+        "lora",
     ],
 )
 async def test_another_server_is_not_given_it_and_it_is_kept(
@@ -162,8 +165,10 @@ async def test_another_server_is_not_given_it_and_it_is_kept(
         server.slots = shown(None)
         if isinstance(change, dict):
             server.props |= change
-        else:
+        elif change == "size":
             server.models = {"data": [{"meta": {"size": 1001}}]}
+        else:
+            server.lora = [{"id": 0, "path": "/adapter.gguf", "scale": 1.0}]
         await say(server, daemon)
         assert kv.asked == []
     assert files(tmp_path).read(SessionId("a")) is not None
@@ -184,6 +189,7 @@ async def test_a_session_is_saved_before_another_one_takes_its_slot(tmp_path: Pa
         await say(server, daemon, "a", resume=False)
         await say(server, daemon, "b", resume=False)
         await say(server, daemon, "a", cached=14)
+        server.slots = shown(28)
         await say(server, daemon, "a", cached=28)
         assert kv.asked == ["0?action=save", "0?action=save", "0?action=restore"]
         assert paths(server)[-2:] == ["/slots", "chat/completions"]
@@ -366,7 +372,7 @@ async def test_a_live_cache_is_not_restored_over_by_an_older_state(tmp_path: Pat
 async def test_as_many_tokens_of_another_session_are_not_taken_for_its_own(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:
-    """Sessions of one kind grow alike: whose record of the slot was written last decides."""
+    """Sessions of one kind grow alike: whose log was written last decides."""
     async with serving(tmp_path) as (server, kv, daemon):
         assert daemon.saver is not None
         server.slots = shown(14)
@@ -375,17 +381,101 @@ async def test_as_many_tokens_of_another_session_are_not_taken_for_its_own(
         await daemon.saver.drain()
         assert kv.asked == ["0?action=save"] * 2
         for seconds, session in enumerate("ab", start=1):  # the clock of the disk may be too coarse
-            os.utime(
-                (kv.directory / files(tmp_path).kv_name(SessionId(session))).with_suffix(".json"), (seconds, seconds)
-            )
+            os.utime(daemon.store.directory / session / LOG_NAME, (seconds, seconds))
     async with serving(tmp_path) as (server, kv, daemon):
         server.slots = shown(14)
         await say(server, daemon, "a", cached=14)
         assert kv.asked == ["0?action=restore"]
-    async with serving(tmp_path) as (server, kv, daemon):  # a is there now, as its record says
+    async with serving(tmp_path) as (server, kv, daemon):  # a is there now, as its log says
         server.slots = shown(28)
         await say(server, daemon, "a", cached=28)
         assert kv.asked == []
+
+
+@pytest.mark.parametrize(
+    ("held", "restores"),
+    [
+        (14, False),  # what was saved
+        (28, False),  # what the second turn has left
+        (29, False),  # the third turn had begun
+        (27, True),  # somebody else: a session's tokens do not get fewer
+        (13, True),
+        (None, True),
+    ],
+)
+async def test_what_a_killed_daemon_has_left_in_the_slot_is_not_restored_over(
+    tmp_path: Path, autojump_clock: MockClock, held: int | None, restores: bool
+) -> None:
+    await save(tmp_path)
+    async with serving(tmp_path, "") as (server, _, daemon):
+        server.slots = shown(14)
+        await say(server, daemon, cached=14)
+    async with serving(tmp_path) as (server, kv, daemon):
+        server.slots = shown(held)
+        await say(server, daemon, cached=14)
+        assert kv.asked == ["0?action=restore"] * restores
+
+
+async def test_what_was_saved_last_is_restored_over_anything_else(tmp_path: Path, autojump_clock: MockClock) -> None:
+    """Nothing was said since: more tokens than that are somebody else's."""
+    await save(tmp_path)
+    async with serving(tmp_path) as (server, kv, daemon):
+        server.slots = shown(15)
+        await say(server, daemon, cached=14)
+        assert kv.asked == ["0?action=restore"]
+
+
+async def test_a_slot_that_somebody_else_has_used_is_restored(tmp_path: Path, autojump_clock: MockClock) -> None:
+    """Also when that came first after a restart of the server, which our look has not seen."""
+    async with serving(tmp_path) as (server, kv, daemon):
+        assert daemon.saver is not None
+        server.slots = shown(14)
+        await say(server, daemon, resume=False)
+        await daemon.saver.drain()
+        await say(server, daemon, cached=14)
+        server.slots = shown(28)
+        await say(server, daemon, cached=28)
+        assert kv.asked == ["0?action=save"]
+        server.slots = shown(500)
+        await say(server, daemon, cached=14)
+        assert kv.asked == ["0?action=save", "0?action=restore"]
+
+
+@pytest.mark.parametrize("kind", BAD)
+async def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path, autojump_clock: MockClock, kind: str) -> None:
+    async with serving(tmp_path) as (server, kv, daemon):
+        assert daemon.saver is not None
+        server.slots = shown(14)
+        await say(server, daemon, resume=False)
+        await daemon.saver.drain()
+        await say(server, daemon, cached=14)
+        server.on_slot_action = lambda what, body: BAD[kind](kv, what, body)
+        server.slots = shown(28)
+        await say(server, daemon, "b", resume=False)
+    saved = files(tmp_path).read(SessionId("a"))
+    assert saved is not None
+    assert (saved.tokens, saved.bytes) == (14, 100)
+    assert {file.suffix for file in kv.directory.iterdir()} == {".kv", ".json"}
+
+
+async def test_a_server_that_begins_anew_is_asked_again(tmp_path: Path, autojump_clock: MockClock) -> None:
+    """It may have been started with --slot-save-path, or with another one."""
+    async with serving(tmp_path) as (server, kv, daemon):
+        server.slots = shown(14)
+        server.on_slot_action = refuse_all
+        await say(server, daemon, "a", resume=False)
+        await say(server, daemon, "b", resume=False)
+        await say(server, daemon, "a")
+        server.slots = shown(None)
+        server.on_slot_action = kv.act
+        await say(server, daemon, "a")
+        server.slots = shown(14)
+        await say(server, daemon, "b")
+        assert kv.asked == ["0?action=save"]
+
+
+def refuse_all(what: str, body: Any) -> bytes:
+    return error_response(501, f"{what} {body}")
 
 
 async def test_what_somebody_else_has_put_into_the_slot_is_not_saved(tmp_path: Path, autojump_clock: MockClock) -> None:
@@ -466,6 +556,88 @@ async def test_a_turn_that_is_hung_up_on_while_its_slot_is_saved_leaves_all_in_o
         server.slots = shown(28)
         await say(server, daemon, "b")
         assert kv.asked == ["0?action=save"], "of a, which was there last for certain"
+
+
+async def test_a_session_is_not_forgotten_when_the_one_that_came_after_it_hangs_up(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """It is in the slot still, and the next one to come takes it from there."""
+    async with serving(tmp_path) as (server, kv, daemon):
+        server.slots = shown(14)
+        await say(server, daemon, "a", resume=False)
+        asked = trio.Event()
+
+        async def hang(path: str) -> None:
+            if "action" in path:
+                asked.set()
+                await trio.sleep_forever()
+
+        server.on_probe = hang
+        stream, _ = await daemon.open("b", "Hello", resume=False)
+        await asked.wait()
+        await stream.aclose()
+        await daemon.until_free("b")
+        server.on_probe = None
+        await say(server, daemon, "c", resume=False)
+        assert kv.asked == ["0?action=save"]
+    saved = files(tmp_path).read(SessionId("a"))
+    assert saved is not None
+    assert saved.tokens == 14
+
+
+async def hang_up_in_restore(server: ScriptedServer, daemon: Daemon, session: str) -> None:
+    """A turn whose channel goes while its slot is restored."""
+    asked = trio.Event()
+
+    async def hang(path: str) -> None:
+        if "restore" in path:
+            asked.set()
+            await trio.sleep_forever()
+
+    server.on_probe = hang
+    stream, _ = await daemon.open(session, "Hello", resume=True)
+    await asked.wait()
+    await stream.aclose()
+    await daemon.until_free(session)
+    server.on_probe = None
+
+
+async def test_after_a_restore_that_was_cancelled_nobody_is_taken_to_be_in_the_slot(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """The server goes on with it, and may hold as many tokens then as the one before had."""
+    async with serving(tmp_path) as (server, kv, daemon):
+        assert daemon.saver is not None
+        server.slots = shown(14)
+        for session in "ba":
+            await say(server, daemon, session, resume=False)  # b is saved, a is there
+        await hang_up_in_restore(server, daemon, "b")
+        assert kv.asked == ["0?action=save"] * 2
+        await say(server, daemon, "a", cached=14)
+        assert kv.asked[2:] == ["0?action=restore"]
+        await daemon.saver.drain()
+    async with serving(tmp_path) as (server, kv, daemon):  # by its log a is there
+        server.slots = shown(14)
+        await hang_up_in_restore(server, daemon, "b")
+        await say(server, daemon, "a", cached=14)
+        assert kv.asked == ["0?action=restore"]
+
+
+async def test_what_is_restored_was_of_use(tmp_path: Path, autojump_clock: MockClock) -> None:
+    await save(tmp_path)
+    record = (tmp_path / "kv" / files(tmp_path).kv_name(SessionId("a"))).with_suffix(".json")
+    os.utime(record, (1, 1))
+    async with serving(tmp_path) as (server, _, daemon):
+        server.slots = shown(None)
+        await say(server, daemon, cached=14)
+    assert os.stat(record).st_mtime > 1
+
+
+def test_who_was_in_a_slot_last_is_told_by_the_logs() -> None:
+    in_use = [(SessionId("a"), 0), (SessionId("b"), 1), (SessionId("c"), 0)]
+    assert last_in_slots((0, 1), in_use) == {0: "c", 1: "b"}
+    assert last_in_slots((7,), in_use) == {7: "c"}, "wherever they began"
+    assert last_in_slots((0, 1), []) == {}
 
 
 async def test_a_directory_that_goes_away_hurts_no_turn(tmp_path: Path, autojump_clock: MockClock) -> None:
@@ -568,14 +740,26 @@ def test_a_directory_where_we_may_not_remove_is_none(tmp_path: Path) -> None:
     ],
 )
 def test_a_server_is_known_by_its_model_context_and_template(props: Any, models: Any, found: Any) -> None:
-    identity = server_identity(props, models)
+    identity = server_identity(props, models, [])
     if found == "unknown":
         assert identity is None
     else:
         build = "b1" if props["build_info"] == "b1" else None
         assert identity == ServerIdentity(
-            model_path="/models/m.gguf", model_bytes=found, n_ctx=4096, template="ba7816bf8f01", build=build
+            model_path="/models/m.gguf", model_bytes=found, n_ctx=4096, template="ba7816bf8f01", build=build, lora=None
         )
+
+
+def test_a_server_is_known_by_its_adapters() -> None:
+    def lora(value: Any) -> str | None:
+        identity = server_identity(PROPS, None, value)
+        assert identity is not None
+        return identity.lora
+
+    # printf '%s' '[{"id":0,"path":"/a.gguf","scale":1.0}]' | sha256sum
+    assert lora([{"id": 0, "path": "/a.gguf", "scale": 1.0}]) == "92eb9893e7f0"
+    assert lora([{"id": 0, "path": "/a.gguf", "scale": 0.5}]) != "92eb9893e7f0"
+    assert (lora([]), lora(None)) == (None, None)
 
 
 async def test_a_request_that_is_refused_leaves_nothing_to_save_under_its_name(

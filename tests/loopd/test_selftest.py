@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -721,3 +722,21 @@ async def test_a_directory_for_slots_where_we_may_not_remove_is_refused(
     assert found.state == "fail"
     assert found.message == f"{tmp_path}/kv: No such file or directory"
     assert found.remedy.endswith("--slot-save-path; or take [slots] save_dir out")
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "state"), [(0o755, 0o755, "warn"), (0o700, 0o755, "ok"), (0o755, 0o770, "ok")]
+)
+async def test_a_directory_for_slots_that_everybody_may_enter_is_warned_of(
+    autojump_clock: MockClock, outer: int, inner: int, state: str
+) -> None:
+    """The server writes its files so that all may read them, and they hold what was said."""
+    with TemporaryDirectory() as name:
+        os.mkdir(f"{name}/kv")
+        os.chmod(f"{name}/kv", inner)
+        os.chmod(name, outer)
+        async with scripted_server() as server:
+            server.on_slot_action = lambda *_: error_response(400, "Invalid action", "invalid_request_error")
+            report = await run(Path(name), server, '[slots]\nsave_dir = "kv"\n')
+        found = check(report, "save_dir")
+        assert (found.state, found.remedy) == (state, f"Run: chmod o-rwx {name}/kv" if state == "warn" else "")

@@ -13,15 +13,14 @@ from boxmaker.proto.saved import SAVED_SLOT, PromptMark, SavedSlot, ServerIdenti
 
 SAVED = SavedSlot(
     session=SessionId("s"),
-    slot=1,
-    server=ServerIdentity(model_path="/m.gguf", model_bytes=None, n_ctx=4096, template="abc", build=None),
+    server=ServerIdentity(model_path="/m.gguf", model_bytes=None, n_ctx=4096, template="abc", build=None, lora=None),
     prompt=PromptMark(messages=2, digest="d"),
     tokens=14,
     bytes=100,
 )
 LINE = (
-    '{"session":"s","slot":1,"server":{"model_path":"/m.gguf","model_bytes":null,"n_ctx":4096,'
-    '"template":"abc","build":null},"prompt":{"messages":2,"digest":"d"},"tokens":14,"bytes":100}'
+    '{"session":"s","server":{"model_path":"/m.gguf","model_bytes":null,"n_ctx":4096,'
+    '"template":"abc","build":null,"lora":null},"prompt":{"messages":2,"digest":"d"},"tokens":14,"bytes":100}'
 )
 
 

@@ -7,6 +7,8 @@ Laws:
 * We wait for saving and restoring at most `[slots] save_s` before a request, and as long at the end. What we do not
   wait for any more goes on in the server, and the slot is busy until it is done.
 
+* A state that is saved stays until a newer one is there whole.
+
 After a completion a slot holds the tokens of its prompt and of the reply, without the last one. Only that is saved:
 after a refusal or a cancel nobody knows what is there.
 Source: issue 8, item 6; `/slots/{id}?action=…` as measured (`../shared/llama-server.md`, 5).
@@ -15,8 +17,10 @@ Source: issue 8, item 6; `/slots/{id}?action=…` as measured (`../shared/llama-
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import stat
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +28,15 @@ import trio
 from attrs import define, evolve
 
 from boxmaker.config import MIB, Config
-from boxmaker.errors import InferenceError
+from boxmaker.errors import InferenceError, StorageError
 from boxmaker.inference.client import Answer, Client
 from boxmaker.inference.facts import limits_of, template_digest
 from boxmaker.log import log_event, log_exception
+from boxmaker.proto.codec import dumps
 from boxmaker.proto.ids import SessionId
 from boxmaker.proto.saved import SavedSlot, ServerIdentity, prompt_mark
 from boxmaker.session.disk import Disk
+from boxmaker.session.logs import session_ids
 from boxmaker.session.saved import SavedFiles
 
 
@@ -52,20 +58,39 @@ class _Occupant:
 class SlotSaver:
     """Saves and restores the slots of one daemon; in `turn/` it is a `SlotKeeper`."""
 
-    def __init__(self, client: Client, config: Config, disk: Disk, directory: Path) -> None:
+    def __init__(
+        self,
+        client: Client,
+        config: Config,
+        disk: Disk,
+        directory: Path,
+        presumed: Mapping[int, SessionId] | None = None,
+    ) -> None:
+        """`presumed`: who was in each slot last, by what our logs say of the time before."""
         self._client = client
         self._save_s = config.slots.save_s
         self._most_bytes = config.slots.save_mib * MIB
         self._disk = disk
         self._files = SavedFiles(directory, config.paths.home)
         self._occupants: dict[int, _Occupant] = {}
+        self._presumed = dict(presumed or {})
         self._useless: set[ServerIdentity] = set()
-        self._off = False
+        self._off_since: int | None = None
+
+    @property
+    def _off(self) -> bool:
+        """Has the server said that it saves nothing? Until it begins anew: it may be told otherwise then."""
+        return self._off_since == self._client.record.renewals
+
+    def _turn_off(self) -> None:
+        self._off_since = self._client.record.renewals
 
     async def sweep(self, sessions: Path) -> None:
         """At start: remove what no session of ours has any use for."""
         try:
-            swept = await self._disk.run(lambda: self._files.sweep(lambda one: os.path.lexists(sessions / one)))
+            swept = await self._disk.run(lambda: self._files.sweep(session_ids(sessions)))
+        except StorageError as exc:
+            log_event("slots_not_swept", reason=exc.reason)
         except OSError as exc:
             self._fail("slots_not_swept", exc)
         else:
@@ -81,7 +106,8 @@ class SlotSaver:
 
         Cancellation: safe at any point; the server finishes what it was asked, and the slot's next request waits.
         """
-        before = self._occupants.pop(slot, None)
+        before = self._occupants.get(slot)
+        presumed = self._presumed.pop(slot, None)
         # of a session that has moved, the slot that it was in has nothing newer
         self._occupants = {other: one for other, one in self._occupants.items() if one.session != session}
         occupant = _Occupant(session, body)
@@ -92,11 +118,12 @@ class SlotSaver:
             with trio.move_on_after(self._save_s) as limit:
                 if before is not None and before.session != session and self._is_worth_saving(slot, before):
                     acted = True
-                    await self._save(slot, before, keep=session)
+                    await self._save(slot, before, keep=session)  # cancelled here, the one before is in the slot still
+                self._occupants.pop(slot, None)
                 if before is None:
-                    acted |= await self._restore(slot, occupant, self._held(slot), left)
-                elif before.session != session or self._is_emptied(slot):
-                    acted |= await self._restore(slot, occupant, None, None)
+                    acted |= await self._restore(slot, occupant, left, in_slot=presumed == session)
+                elif before.session != session or self._is_disturbed(slot, before):
+                    acted |= await self._restore(slot, occupant, left, in_slot=False)
             if limit.cancelled_caught:
                 acted = True
                 log_event("slot_saving_took_too_long", slot=slot, save_s=self._save_s)
@@ -111,6 +138,11 @@ class SlotSaver:
         """Has the server begun anew since the slot was used?"""
         seen = self._client.record.seen(slot)
         return self._client.record.shows_use and seen is not None and not seen.used
+
+    def _is_disturbed(self, slot: int, occupant: _Occupant) -> bool:
+        """Does the slot show something else than its occupant's completion has left?"""
+        held = self._held(slot)
+        return self._is_emptied(slot) or (occupant.left is not None and held not in (None, occupant.left))
 
     def _is_worth_saving(self, slot: int, occupant: _Occupant) -> bool:
         """Is what an occupant's completion has left there still, as far as can be seen, and not saved yet?
@@ -161,21 +193,18 @@ class SlotSaver:
             if server is None or server in self._useless or mark is None:
                 return
             began = trio.current_time()
-            saved = SavedSlot(session=session, slot=slot, server=server, prompt=mark, tokens=0, bytes=0)
-            await self._disk.run(lambda: self._files.remove(session))
-            await self._disk.run(lambda: self._files.write(saved))
-            answer = await self._act(slot, "save", session)
-            tokens, size = answer.value.get("n_saved"), await self._disk.run(lambda: self._files.size(session))
+            saved = SavedSlot(session=session, server=server, prompt=mark, tokens=0, bytes=0)
+            await self._disk.run(lambda: self._files.begin(saved))
+            name = self._files.saving_name(session)
+            answer = await self._act(slot, "save", name)
+            tokens, size = answer.value.get("n_saved"), await self._disk.run(lambda: self._files.size(name))
             if size is None or size != answer.value.get("n_written"):
-                self._off = True
-                log_event("slot_not_saved", slot=slot, session=session, reason="save_dir is not the server's")
-                return
+                self._turn_off()
+                raise _Refused("save_dir is not the server's")
             if type(tokens) is not int or tokens < 1 or tokens != occupant.left:
-                await self._disk.run(lambda: self._files.remove(session))
-                log_event("slot_not_saved", slot=slot, session=session, reason="the slot holds something else")
-                return
+                raise _Refused("the slot holds something else")
             saved = evolve(saved, tokens=tokens, bytes=size)
-            await self._disk.run(lambda: self._files.write(saved))
+            await self._disk.run(lambda: self._files.complete(saved))
             occupant.saved = True
             took = round(1000 * (trio.current_time() - began))
             log_event("slot_saved", slot=slot, session=session, tokens=tokens, bytes=size, ms=took)
@@ -183,19 +212,21 @@ class SlotSaver:
                 log_event("saved_slot_removed", session=gone, reason="save_mib")
         except (InferenceError, OSError, _Refused) as exc:
             self._fail("slot_not_saved", exc, slot=slot, session=session)
+            if isinstance(exc, _Refused):
+                await self._clear(lambda: self._files.give_up(session), session)
         except Exception:  # a boundary as the cause finder's: a fault of ours here is no turn's
             log_exception("slot_not_saved", slot=slot, session=session)
 
-    async def _restore(self, slot: int, occupant: _Occupant, held: int | None, left: int | None) -> bool:
+    async def _restore(self, slot: int, occupant: _Occupant, left: int | None, *, in_slot: bool) -> bool:
         """Restore a session's slot for its request if that is of use; True when the server was asked to.
 
-        The slot holds `held` tokens, the session's last completion left `left`; None where we know who was in it.
+        The session's last completion left `left` tokens. `in_slot`: it was in the slot last, as far as is known.
         """
         session = occupant.session
         asked = False
         try:
             saved = await self._disk.run(lambda: self._files.read(session))
-            if saved is None or await self._is_there(slot, saved, held, left):
+            if saved is None or (in_slot and _is_there(saved.tokens, self._held(slot), left)):
                 return False
             server = await self._server()
             if server != saved.server or server in self._useless:
@@ -206,45 +237,38 @@ class SlotSaver:
                 await self._disk.run(lambda: self._files.remove(session))
                 return False
             asked = True
-            answer = await self._act(slot, "restore", session)
+            answer = await self._act(slot, "restore", self._files.kv_name(session))
             self._client.record.restored(slot)
             if answer.value.get("n_restored") != saved.tokens:
                 raise _Refused(f"{answer.value.get('n_restored')} tokens of {saved.tokens} came back")
             occupant.restored = saved
             log_event("slot_restored", slot=slot, session=session, tokens=saved.tokens)
-            await self._disk.run(lambda: self._files.write(evolve(saved, slot=slot)))
+            await self._disk.run(lambda: self._files.touch(session))
         except (InferenceError, OSError, _Refused) as exc:
             self._fail("slot_not_restored", exc, slot=slot, session=session)
             if isinstance(exc, _Refused):
-                await self._forget(session)
+                # a file that the server does not take is of no use to it again
+                await self._clear(lambda: self._files.remove(session), session)
         except Exception:  # as in `_save`
             log_exception("slot_not_restored", slot=slot, session=session)
         return asked
 
-    async def _is_there(self, slot: int, saved: SavedSlot, held: int | None, left: int | None) -> bool:
-        """Does the slot hold the session's tokens still, those that were saved or more, although we have begun anew?"""
-        if held is None or (held != left and held != saved.tokens):
-            return False
-        return held > saved.tokens or await self._disk.run(lambda: self._files.last_in(slot)) == saved.session
-
-    async def _forget(self, session: SessionId) -> None:
-        """A file that the server does not take is of no use to it again."""
+    async def _clear(self, work: Callable[[], None], session: SessionId) -> None:
         try:
-            await self._disk.run(lambda: self._files.remove(session))
+            await self._disk.run(work)
         except OSError as exc:
             self._fail("slots_not_swept", exc, session=session)
 
-    async def _act(self, slot: int, action: str, session: SessionId) -> Answer:
+    async def _act(self, slot: int, action: str, name: str) -> Answer:
         """Have the server save or restore.
 
         Raises:
             InferenceError: no answer.
             _Refused: any other answer than an object with status 200.
         """
-        body = {"filename": self._files.kv_name(session)}
-        answer = await self._client.ask("POST", f"/slots/{slot}?action={action}", body)
+        answer = await self._client.ask("POST", f"/slots/{slot}?action={action}", {"filename": name})
         if answer.status == 501:
-            self._off = True  # started without --slot-save-path, or without --slots
+            self._turn_off()  # started without --slot-save-path, or without --slots
         if answer.status != 200 or not isinstance(answer.value, dict):
             raise _Refused(str(answer.error()))
         return answer
@@ -257,7 +281,8 @@ class SlotSaver:
         """
         props = (await self._client.ask("GET", "/props")).value
         models = (await self._client.ask("GET", "/v1/models")).value
-        return server_identity(props, models)
+        lora = await self._client.ask("GET", "/lora-adapters")
+        return server_identity(props, models, lora.value if lora.status == 200 else None)
 
     def _fail(self, event: str, exc: Exception, **fields: object) -> None:
         reason = (exc.strerror or str(exc)) if isinstance(exc, OSError) else str(exc)
@@ -268,8 +293,23 @@ class _Refused(Exception):
     """The server did not do what it was asked; the text says why."""
 
 
-def server_identity(props: Any, models: Any) -> ServerIdentity | None:
-    """Who a server is by `/props` and `/v1/models`; None when it names no model file or no context."""
+def last_in_slots(listed: Sequence[int], in_use: Sequence[tuple[SessionId, int]]) -> dict[int, SessionId]:
+    """Whose request went to each slot last, by the logs; to a slot that is alone go all, wherever they began."""
+    return {listed[0] if len(listed) == 1 else slot: session for session, slot in in_use}
+
+
+def _is_there(saved: int, held: int | None, left: int | None) -> bool:
+    """Does a slot hold what a session has had there, or what was saved of it, although we have begun anew?
+
+    It holds more where we were killed in the middle of a turn, and what was saved is older than its last completion.
+    """
+    if held is None:
+        return False
+    return held in (saved, left) or (left is not None and saved < left < held)
+
+
+def server_identity(props: Any, models: Any, lora: Any) -> ServerIdentity | None:
+    """Who a server is by `/props`, `/v1/models`, `/lora-adapters`; None when it names no model file or no context."""
     if not isinstance(props, dict) or type(props.get("model_path")) is not str:
         return None
     n_ctx, _ = limits_of(props)
@@ -282,6 +322,7 @@ def server_identity(props: Any, models: Any) -> ServerIdentity | None:
         n_ctx=n_ctx,
         template=template_digest(props),
         build=build if type(build) is str else None,
+        lora=hashlib.sha256(dumps(lora).encode("utf-8")).hexdigest()[:12] if lora else None,
     )
 
 
@@ -291,6 +332,12 @@ def _model_bytes(models: Any) -> int | None:
     except (LookupError, TypeError):
         return None
     return size if type(size) is int and size >= 0 else None
+
+
+def is_open_to_all(directory: Path) -> bool:
+    """May everybody enter a directory? The server writes its files so that whoever may can read them."""
+    real = directory.resolve()
+    return all(one.stat().st_mode & stat.S_IXOTH for one in (real, *real.parents))
 
 
 def save_dir_problem(directory: Path) -> str | None:

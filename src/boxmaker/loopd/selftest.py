@@ -34,7 +34,7 @@ from boxmaker.inference.families import family_of, heeds_preserve_reasoning
 from boxmaker.inference.request import chat_template_kwargs
 from boxmaker.inference.retry import is_loading
 from boxmaker.loopd.home import exposed_directory, home_problem, lock_holder
-from boxmaker.loopd.saving import save_dir_problem
+from boxmaker.loopd.saving import is_open_to_all, save_dir_problem
 from boxmaker.proto.chat import Assistant, ChatMessage, System, ToolSchema
 from boxmaker.session.baseline import Baseline, assemble_baseline, read_system_text
 from boxmaker.tools.registry import Registry
@@ -150,11 +150,14 @@ def _check_save_dir(report: Report, directory: Path | None) -> None:
     if directory is None:
         return
     problem = save_dir_problem(directory)
-    if problem is None:
-        report.ok("save_dir", f"{directory}")
-    else:
+    if problem is not None:
         remedy = "Make it a directory that loopd may write and remove in, and start llama-server with it as"
         report.fail("save_dir", f"{directory}: {problem}", f"{remedy} --slot-save-path; or take [slots] save_dir out")
+    elif is_open_to_all(directory):
+        remedy = f"Run: chmod o-rwx {shell_word(directory)}"
+        report.warn("save_dir", f"{directory}: everybody may enter it and read the conversations saved there", remedy)
+    else:
+        report.ok("save_dir", f"{directory}")
 
 
 def _check_max_tokens(report: Report, config: Config) -> None:

@@ -30,7 +30,7 @@ from boxmaker.log import log_event
 from boxmaker.loopd.causes import CauseFinder
 from boxmaker.loopd.home import bound_socket, inherited_socket, lock_home, notify_systemd, prepare_home
 from boxmaker.loopd.pins import Pins
-from boxmaker.loopd.saving import SlotSaver
+from boxmaker.loopd.saving import SlotSaver, last_in_slots
 from boxmaker.loopd.selftest import Report, run_selftest
 from boxmaker.loopd.turns import TurnService
 from boxmaker.proto.time import Timestamp, timestamp
@@ -86,8 +86,12 @@ async def serve(config: Config, *, until_eof: bool = False, disk: Disk | None = 
                 now=now,
             )
             saver = None
+            # of one slot nothing need be known, unless it is saved
+            known = len(config.slots.listed) > 1 or config.slots.save_dir is not None
+            in_use = slots_in_use(store.directory) if known else []
             if config.slots.save_dir is not None:
-                saver = SlotSaver(client, config, store.disk, config.slots.save_dir)
+                presumed = last_in_slots(config.slots.listed, in_use)
+                saver = SlotSaver(client, config, store.disk, config.slots.save_dir, presumed)
                 await saver.sweep(store.directory)
             rt = Runtime(
                 config=config,
@@ -102,8 +106,7 @@ async def serve(config: Config, *, until_eof: bool = False, disk: Disk | None = 
             async with trio.open_nursery() as beside:
                 beside.start_soon(causes.run)
                 try:
-                    several = len(config.slots.listed) > 1  # of one slot nothing need be known
-                    pins = Pins(config.slots.listed, slots_in_use(store.directory) if several else ())
+                    pins = Pins(config.slots.listed, in_use)
                     await _accept(config, TurnService(rt, store, causes, pins), signals, until_eof)
                     if saver is not None:
                         await _drain(saver, signals)

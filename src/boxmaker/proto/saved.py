@@ -1,7 +1,7 @@
 """The record beside a saved slot: whose it is, and of which server and prompt; pure.
 
-A record is one JSON object. It is written before the server is asked to save, and again with `tokens` and `bytes` when
-the file is there: a record without them is of a save that was cut off.
+A record is one JSON object. The first one of a session is written before the server is asked to save, and again with
+`tokens` and `bytes` when the file is there: a record without them is of a save that was cut off.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from boxmaker.proto.ids import SessionId, parse_session_id
 
 @frozen(kw_only=True)
 class ServerIdentity:
-    """What must be the same for a saved slot to be of use: model file and size, context of a slot, template, build."""
+    """What must be the same for a saved slot to be of use; `template` and `lora` are digests."""
 
     model_path: str
     model_bytes: Count | None
     n_ctx: Count
     template: str | None
     build: str | None
+    lora: str | None
 
 
 @frozen(kw_only=True)
@@ -37,10 +38,9 @@ class PromptMark:
 
 @frozen(kw_only=True)
 class SavedSlot:
-    """One saved slot of a session, the server's `slot`; `tokens` it held, `bytes` of its file, 0 while it is saved."""
+    """One saved slot of a session: `tokens` it held, `bytes` of its file, 0 while there is none."""
 
     session: SessionId
-    slot: Count
     server: ServerIdentity
     prompt: PromptMark
     tokens: Count

@@ -1,8 +1,8 @@
 """The files of saved slots in `[slots] save_dir`: the server writes `.kv`, we write the `.json` record beside it.
 
 Laws:
-* Files of a session are known by their name, a digest of home and session; which sessions have files here, by the
-  records that name them. Nothing else is ever removed.
+* Files of a session are known by their name, a digest of home and session; nothing else is ever removed.
+* What is saved stays until a newer state is there whole: the server writes `.saving`, which takes the `.kv`'s place.
 * Whatever is missing or damaged here costs a cache and nothing more: anybody may empty the directory at any time.
 """
 
@@ -11,48 +11,83 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from boxmaker.errors import ValueRefused
 from boxmaker.proto.ids import SessionId
 from boxmaker.proto.saved import SAVED_SLOT, SavedSlot
 
 RECORD_MAX_BYTES = 65_536
-_NAME = re.compile(r"boxmaker-[0-9a-f]{32}\.json")
+_NAME = re.compile(r"(boxmaker-[0-9a-f]{32})\.(kv|saving|json|new)")
 
 
 @frozen
 class SavedFiles:
-    """Those of one home. Every method but `kv_name` blocks on the disk, and raises OSError where that says no."""
+    """Those of one home. Every method that is not about names blocks on the disk, and raises OSError."""
 
     directory: Path
     home: Path
 
-    def kv_name(self, session: SessionId) -> str:
-        """The name of a session's file, of letters that every server takes."""
+    def stem(self, session: SessionId) -> str:
+        """What the names of a session's files begin with: letters that every server takes."""
         digest = hashlib.sha256(f"{self.home}\0{session}".encode()).hexdigest()
-        return f"boxmaker-{digest[:32]}.kv"
+        return f"boxmaker-{digest[:32]}"
+
+    def kv_name(self, session: SessionId) -> str:
+        """The file that the server restores."""
+        return f"{self.stem(session)}.kv"
+
+    def saving_name(self, session: SessionId) -> str:
+        """The file that the server is asked to write."""
+        return f"{self.stem(session)}.saving"
 
     def _record(self, session: SessionId) -> Path:
-        return self.directory / Path(self.kv_name(session)).with_suffix(".json")
+        return self.directory / f"{self.stem(session)}.json"
 
-    def size(self, session: SessionId) -> int | None:
-        """How many bytes the server has written for a session; None when there is no file."""
+    def size(self, name: str) -> int | None:
+        """How many bytes a file of the server's has; None when it is not there."""
         try:
-            return os.lstat(self.directory / self.kv_name(session)).st_size
+            return os.lstat(self.directory / name).st_size
         except FileNotFoundError:
             return None
 
-    def write(self, saved: SavedSlot) -> None:
-        """Put the record of a session in place, whole or not at all."""
+    def begin(self, saved: SavedSlot) -> None:
+        """The server is about to be asked to save: leave a record, so that what it writes is known as ours."""
+        if self.read(saved.session) is None:
+            self._write(evolve(saved, tokens=0, bytes=0))
+
+    def complete(self, saved: SavedSlot) -> None:
+        """The server has written what `saved` says: put it in the place of what was there.
+
+        When we die in the middle the record says that there is nothing.
+        """
+        self._write(evolve(saved, tokens=0, bytes=0))
+        os.replace(self.directory / self.saving_name(saved.session), self.directory / self.kv_name(saved.session))
+        self._write(saved)
+
+    def give_up(self, session: SessionId) -> None:
+        """The server has not saved: what it may have written goes, what was saved before stays."""
+        for suffix in ("saving", "new"):
+            (self.directory / f"{self.stem(session)}.{suffix}").unlink(missing_ok=True)
+        if self.read(session) is None:
+            self.remove(session)
+
+    def touch(self, session: SessionId) -> None:
+        """It was of use just now."""
+        os.utime(self._record(session))
+
+    def _write(self, saved: SavedSlot) -> None:
+        """Put the record of a session in place, whole or not at all, over a loss of power too."""
         record = self._record(saved.session)
         building = record.with_suffix(".new")
         fd = os.open(building, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         with os.fdopen(fd, "w", encoding="utf-8") as file:
             file.write(SAVED_SLOT.encode(saved) + "\n")
+            file.flush()
+            os.fsync(fd)
         os.replace(building, record)
 
     def read(self, session: SessionId) -> SavedSlot | None:
@@ -61,28 +96,26 @@ class SavedFiles:
         return saved if saved is not None and saved.session == session and self._is_whole(saved) else None
 
     def _is_whole(self, saved: SavedSlot) -> bool:
-        return saved.tokens > 0 and saved.bytes == self.size(saved.session)
-
-    def last_in(self, slot: int) -> SessionId | None:
-        """Whose record of a slot was written last: at a restore it is written again."""
-        found = [(self._written_ns(one), one.session) for one in self._ours() if one.slot == slot]
-        return max(found)[1] if found else None
-
-    def _written_ns(self, saved: SavedSlot) -> int:
-        return os.lstat(self._record(saved.session)).st_mtime_ns
+        return saved.tokens > 0 and saved.bytes == self.size(self.kv_name(saved.session))
 
     def remove(self, session: SessionId) -> None:
         """Remove what a session has here; the record goes last, so that nothing is left without one."""
-        for file in (self.directory / self.kv_name(session), self._record(session)):
-            file.unlink(missing_ok=True)
+        for suffix in ("kv", "saving", "new", "json"):
+            (self.directory / f"{self.stem(session)}.{suffix}").unlink(missing_ok=True)
 
-    def sweep(self, exists: Callable[[SessionId], bool]) -> int:
-        """Remove what no session of this home has any use for; how many sessions' files that were."""
+    def sweep(self, sessions: Collection[SessionId]) -> int:
+        """Remove what no session of this home, of which there are `sessions`, has any use for; of how many that was."""
         swept = 0
-        for saved in list(self._ours()):
-            if not exists(saved.session) or not self._is_whole(saved):
-                self.remove(saved.session)
+        names = {match[1] for entry in os.scandir(self.directory) if (match := _NAME.fullmatch(entry.name))}
+        owners = {self.stem(session): session for session in sessions}
+        owners |= {self.stem(saved.session): saved.session for saved in self._ours()}
+        for name in sorted(names & owners.keys()):
+            session = owners[name]
+            if session not in sessions or self.read(session) is None:
+                self.remove(session)
                 swept += 1
+            else:
+                self.give_up(session)
         return swept
 
     def keep_within(self, most_bytes: int, keep: SessionId | None) -> list[SessionId]:
@@ -90,7 +123,10 @@ class SavedFiles:
 
         `keep` is about to be restored: it stays.
         """
-        found = [(self._written_ns(one), self.size(one.session) or 0, one.session) for one in self._ours()]
+        found = [
+            (os.lstat(self._record(one)).st_mtime_ns, self.size(self.kv_name(one)) or 0, one)
+            for one in (saved.session for saved in self._ours())
+        ]
         total = sum(size for _, size, _ in found)
         removed: list[SessionId] = []
         for _, size, session in sorted(found):
@@ -105,7 +141,7 @@ class SavedFiles:
 
     def _ours(self) -> Iterator[SavedSlot]:
         for entry in os.scandir(self.directory):
-            if _NAME.fullmatch(entry.name):
+            if _NAME.fullmatch(entry.name) and entry.name.endswith(".json"):
                 saved = self._read(Path(entry.path))
                 if saved is not None and self._record(saved.session).name == entry.name:
                     yield saved

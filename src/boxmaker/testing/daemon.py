@@ -22,7 +22,7 @@ from boxmaker.inference.request import fixed_fields
 from boxmaker.loopd.causes import CauseFinder
 from boxmaker.loopd.home import prepare_home
 from boxmaker.loopd.pins import Pins
-from boxmaker.loopd.saving import SlotSaver
+from boxmaker.loopd.saving import SlotSaver, last_in_slots
 from boxmaker.loopd.turns import TurnService
 from boxmaker.proto.channel import Turn, TurnDone, WireError
 from boxmaker.proto.frames import Answer, encode_request
@@ -160,7 +160,11 @@ async def running_daemon(
             now=now,
         )
         save_dir = config.slots.save_dir
-        saver = SlotSaver(client, config, store.disk, save_dir) if save_dir is not None else None
+        in_use = slots_in_use(store.directory)
+        saver = None
+        if save_dir is not None:
+            presumed = last_in_slots(config.slots.listed, in_use)
+            saver = SlotSaver(client, config, store.disk, save_dir, presumed)
         rt = Runtime(
             config=config,
             client=client,
@@ -173,7 +177,7 @@ async def running_daemon(
         async with trio.open_nursery() as nursery:
             causes = CauseFinder(client, rt.facts, store.disk, store.directory)
             nursery.start_soon(causes.run)
-            pins = Pins(config.slots.listed, slots_in_use(store.directory))
+            pins = Pins(config.slots.listed, in_use)
             service = TurnService(rt, store, causes, pins)
             yield Daemon(config, client, store, rt, nursery, service, causes, pins, saver)
             nursery.cancel_scope.cancel()

@@ -203,6 +203,7 @@ class ScriptedServer:
     """A JSON value, or a function of the request's, as `apply_template`."""
     refuse_history: Callable[[list[Any]], bytes | None] | None = None
     models: Any = field(factory=lambda: {"data": [{"id": "scripted", "meta": {"size": 1000}}]})
+    lora: Any = field(factory=list)
     on_slot_action: Callable[[str, Any], bytes] | None = None
     """What answers `POST /slots/0?action=…`: given all behind the `/slots/` and the body; without it, status 501."""
     on_probe: Callable[[str], Awaitable[None]] | None = None
@@ -270,6 +271,7 @@ class ScriptedServer:
             "/slots": self.slots,
             "/props": self.props,
             "/v1/models": self.models,
+            "/lora-adapters": self.lora,
             "/apply-template": self.apply_template,
             "/v1/chat/completions/input_tokens": self.input_tokens,
             "/tokenize": self.tokenize,
