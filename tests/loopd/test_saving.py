@@ -328,6 +328,19 @@ async def test_a_file_that_the_server_does_not_take_is_removed(tmp_path: Path, a
     assert list((tmp_path / "kv").iterdir()) == []
 
 
+@pytest.mark.parametrize("status", [501, 503, 500, 401])
+async def test_a_server_that_restores_nothing_just_now_costs_no_file(
+    tmp_path: Path, autojump_clock: MockClock, status: int
+) -> None:
+    """As when it was started once without --slot-save-path."""
+    await save(tmp_path)
+    async with serving(tmp_path) as (server, _, daemon):
+        server.slots = shown(None)
+        server.on_slot_action = lambda *_: error_response(status, "no")
+        await say(server, daemon)
+    assert files(tmp_path).read(SessionId("a")) is not None
+
+
 async def test_a_directory_that_is_not_the_servers_is_found_out(
     tmp_path: Path, autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
 ) -> None:

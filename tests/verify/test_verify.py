@@ -289,11 +289,14 @@ def with_mark(mark: str) -> list[int]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-async def test_no_program_outlives_it_however_it_is_ended(tmp_path: Path, number: signal.Signals) -> None:
+async def test_no_program_outlives_it_however_it_is_ended(
+    tmp_path: Path, short_dir: Path, number: signal.Signals
+) -> None:
     mark = f"BOXMAKER_MARK={uuid.uuid4()}"
     async with scripted_server(cut_off()) as server:
         make_config(tmp_path, server.url)
-        environment = os.environ | dict([mark.split("=")])
+        # a kill leaves its directory
+        environment = os.environ | dict([mark.split("=")]) | {"TMPDIR": str(short_dir)}
         command = [*COMMAND, "--config", str(tmp_path / "config.toml")]
         with trio.fail_after(LIMIT_S):
             process = await trio.lowlevel.open_process(

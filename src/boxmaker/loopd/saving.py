@@ -6,8 +6,7 @@ Laws:
 * Whatever fails here is told to the daemon's log; the turn goes on as if nothing could be saved.
 * We wait for saving and restoring at most `[slots] save_s` before a request, and as long at the end. What we do not
   wait for any more goes on in the server, and the slot is busy until it is done.
-
-* A state that is saved stays until a newer one is there whole.
+* A state that is saved stays until a newer one is there whole, or until the server says that it cannot be restored.
 
 After a completion a slot holds the tokens of its prompt and of the reply, without the last one. Only that is saved:
 after a refusal or a cancel nobody knows what is there.
@@ -240,14 +239,13 @@ class SlotSaver:
             answer = await self._act(slot, "restore", self._files.kv_name(session))
             self._client.record.restored(slot)
             if answer.value.get("n_restored") != saved.tokens:
-                raise _Refused(f"{answer.value.get('n_restored')} tokens of {saved.tokens} came back")
+                raise _Refused(f"{answer.value.get('n_restored')} tokens of {saved.tokens} came back", bad_file=True)
             occupant.restored = saved
             log_event("slot_restored", slot=slot, session=session, tokens=saved.tokens)
             await self._disk.run(lambda: self._files.touch(session))
         except (InferenceError, OSError, _Refused) as exc:
             self._fail("slot_not_restored", exc, slot=slot, session=session)
-            if isinstance(exc, _Refused):
-                # a file that the server does not take is of no use to it again
+            if isinstance(exc, _Refused) and exc.bad_file:
                 await self._clear(lambda: self._files.remove(session), session)
         except Exception:  # as in `_save`
             log_exception("slot_not_restored", slot=slot, session=session)
@@ -270,7 +268,7 @@ class SlotSaver:
         if answer.status == 501:
             self._turn_off()  # started without --slot-save-path, or without --slots
         if answer.status != 200 or not isinstance(answer.value, dict):
-            raise _Refused(str(answer.error()))
+            raise _Refused(str(answer.error()), bad_file=answer.status == 400)
         return answer
 
     async def _server(self) -> ServerIdentity | None:
@@ -290,7 +288,11 @@ class SlotSaver:
 
 
 class _Refused(Exception):
-    """The server did not do what it was asked; the text says why."""
+    """The server did not do what it was asked; the text says why. `bad_file`: it will never take that file."""
+
+    def __init__(self, text: str, *, bad_file: bool = False) -> None:
+        super().__init__(text)
+        self.bad_file = bad_file
 
 
 def last_in_slots(listed: Sequence[int], in_use: Sequence[tuple[SessionId, int]]) -> dict[int, SessionId]:
