@@ -108,3 +108,12 @@ def test_a_sequence_of_streams_gives_its_verdicts(name: str) -> None:
         if previous is not None:
             assert cache_outcome(previous, current) == verdict
         previous = current
+
+
+@pytest.mark.parametrize(
+    ("cached", "read", "prompt"), [(4, 10, 14), (0, 10, 10), (4, 0, 4), (None, 10, None), (4, None, None)]
+)
+def test_a_prompt_is_what_was_cached_and_what_was_read(
+    cached: int | None, read: int | None, prompt: int | None
+) -> None:
+    assert TokenFigures(cache_n=cached, prompt_n=read, predicted_n=None).prompt_tokens == prompt

@@ -27,8 +27,8 @@ class Pins:
         self._slots: dict[SessionId, int] = {}
         self._last: dict[int, SessionId] = {}
         """Of each slot the session that used it last."""
-        self._before: dict[SessionId, tuple[int, SessionId | None]] = {}
-        """Of each session that is being begun, how its slot was used before."""
+        self._before: dict[SessionId, int] = {}
+        """Of each session that is being begun, which use was its slot's last before."""
         self._used = dict.fromkeys(self._listed, 0)
         self._turns: Counter[int] = Counter()
         self._running: dict[SessionId, int] = {}
@@ -42,7 +42,7 @@ class Pins:
         if session in self._slots:  # there is one: that it cannot be begun again is found out by who tries
             return self._slots[session]
         slot = self._least_recent()
-        self._before[session] = (self._used[slot], self._last.get(slot))
+        self._before[session] = self._used[slot]
         self._use(session, slot)
         return slot
 
@@ -52,10 +52,8 @@ class Pins:
         if before is not None:
             slot = self._slots.pop(session)
             if self._last[slot] == session:  # nobody has used it meanwhile
-                self._used[slot], last = before
+                self._used[slot] = before
                 del self._last[slot]
-                if last is not None:
-                    self._last[slot] = last
 
     def pin(self, session: SessionId, began_on: int) -> int:
         """The slot of a session for the turn that it begins now; its log says that it began on `began_on`.
