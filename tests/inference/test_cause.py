@@ -126,13 +126,28 @@ def test_a_server_that_begins_anew_is_counted_and_a_restored_slot_is_not_one() -
     record.looked(0, used(7, 5))
     record.looked(0, used(4, 2))
     assert record.renewals == 2, "its numbers went back"
-    record.restored(0)
+    record.restored(0, "a")
     record.looked(0, UNUSED)
     assert record.renewals == 2
+
+
+def test_what_a_restored_slot_showed_before_is_what_counts() -> None:
+    record = SlotRecord()
     record.used(0, "a")
-    assert record.completed(0, "a").restored
+    record.completed(0, "a")
+    record.looked(0, used(55, 9))
+    record.restored(0, "a")
+    record.looked(0, UNUSED)
+    assert record.seen(0) == UNUSED
     record.used(0, "a")
-    assert not record.completed(0, "a").restored
+    # which of the server's requests was there before that one is not known
+    assert record.completed(0, "a") == Evidence(seen=used(55, 9), shows_use=True, watched=True)
+    record.looked(0, UNUSED)
+    record.used(0, "a")
+    assert record.completed(0, "a").seen == UNUSED, "of the request after it no more"
+    record.restored(0, "b")  # and the turn was cancelled then
+    record.used(0, "a")
+    assert record.completed(0, "a").other == "b"
 
 
 def test_a_look_counts_for_the_request_that_follows_it_alone() -> None:
@@ -176,12 +191,6 @@ NOT_KNOWN: list[tuple[LossFacts, Verdict | None]] = [
     (loss(Evidence(seen=UNUSED, shows_use=True), before=known()), Verdict(cause="restarted")),
     (loss(Evidence(seen=UNUSED, shows_use=True, other="b"), before=known()), Verdict(cause="restarted")),
     (loss(Evidence(seen=UNUSED), before=known()), None),
-    # but a slot that was restored is listed in the same way
-    (loss(Evidence(seen=UNUSED, shows_use=True, restored=True), before=known()), None),
-    (
-        loss(Evidence(seen=UNUSED, shows_use=True, other="b", restored=True), before=known()),
-        Verdict(cause="evicted", detail={"session": "b"}),
-    ),
     # it holds something else, and it was not us
     (loss(Evidence(seen=used(55), watched=True), before=known()), Verdict(cause="foreign", detail={"held": 55})),
     (
@@ -225,7 +234,7 @@ def test_a_slot_may_be_unused_when_nothing_at_all_was_cached() -> None:
 
 
 def test_without_a_proof_the_cause_says_what_is_still_possible() -> None:
-    held = loss(Evidence(seen=used(100)))
+    held = loss(Evidence(seen=used(100)), before=known())
     assert undisturbed(held)
     assert unproven(held, extension=True) == Verdict(cause="reread")
     assert unproven(held, extension=False) == Verdict(cause="unknown")
@@ -235,7 +244,8 @@ def test_without_a_proof_the_cause_says_what_is_still_possible() -> None:
         assert unproven(here, extension=True) == Verdict(cause="restarted_or_foreign")
         assert unproven(here, extension=False) == Verdict(cause="restarted_or_foreign")
         assert unproven(loss(evidence), extension=True) == Verdict(cause="unknown")
-    assert not undisturbed(loss(Evidence(seen=used(100), other="b")))
+    assert not undisturbed(loss(Evidence(seen=used(100), other="b"), before=known()))
+    assert not undisturbed(loss(Evidence(seen=used(100)))), "it may be another session's"
     assert unproven(loss(Evidence(tries=2), before=known()), extension=True) == Verdict(cause="unknown")
 
 

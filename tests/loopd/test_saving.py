@@ -260,6 +260,23 @@ async def test_a_restored_slot_is_no_server_that_has_begun_anew(tmp_path: Path, 
         assert line.detail == {"session": "b", "restored": 14}
 
 
+async def test_a_loss_over_a_restart_is_told_as_one_also_when_an_older_state_was_restored(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    async with serving(tmp_path) as (server, kv, daemon):
+        assert daemon.saver is not None
+        server.slots = shown(14)
+        await say(server, daemon, resume=False)
+        await daemon.saver.drain()
+        await say(server, daemon, cached=14)
+        server.slots = shown(None)
+        await say(server, daemon, cached=14)
+        assert kv.asked == ["0?action=save", "0?action=restore"]
+        await wait_all_tasks_blocked(0.02)
+        line = read_lines(daemon.store.directory / "a")[3]
+        assert (line.expected, line.lost, line.cause, line.detail) == (28, 14, "restarted", {"restored": 14})
+
+
 async def test_half_of_it_is_not_nothing(
     tmp_path: Path, autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
 ) -> None:

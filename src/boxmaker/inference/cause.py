@@ -55,11 +55,11 @@ def _count(value: object) -> int | None:
 class Evidence:
     """What was seen of a slot between two completions of a session.
 
-    `seen` is the last look before the request. `shows_use`: this server is known to list what was used. `task_before`
-    is the slot's `task` at the look before that one. `watched`: we have seen the earlier completion (the daemon was not
-    started after it). Since then `other` is the session that used the slot last, if another one did, and `tries` counts
-    this session's own requests that may have used it, this one included. `restored`: a saved state was put into the
-    slot before this request.
+    `seen` is the last look before the request, or before a saved state was put into the slot for it. `shows_use`: this
+    server is known to list what was used. `task_before` is the slot's `task` at the look before that one. `watched`: we
+    have seen the earlier completion (the daemon was not started after it). Since then `other` is the session that used
+    the slot last, if another one did, and `tries` counts this session's own requests that may have used it, this one
+    included.
     """
 
     seen: SlotSeen | None = None
@@ -68,7 +68,6 @@ class Evidence:
     watched: bool = False
     other: str | None = None
     tries: int = 1
-    restored: bool = False
 
 
 @define
@@ -83,8 +82,8 @@ class _Since:
 @define
 class _Slot:
     seen: SlotSeen | None = None
+    before_restore: SlotSeen | None = None
     used: bool = False
-    restored: bool = False
     task: int | None = None
     task_before: int | None = None
     sessions: dict[str, _Since] = field(factory=dict)
@@ -103,16 +102,20 @@ class SlotRecord:
         """A look has found the slot free."""
         known = self._slots.setdefault(slot, _Slot())
         known.seen = seen
+        if known.before_restore is not None:  # a slot that was restored is listed as never used
+            return
         known.task_before, known.task = known.task, seen.task
         counts_anew = known.task is not None and known.task_before is not None and known.task < known.task_before
         self.renewals += counts_anew or (known.used and not seen.used)
         known.used = seen.used
         self.shows_use = self.shows_use or seen.used
 
-    def restored(self, slot: int) -> None:
-        """A saved state was put into the slot: it is listed as never used then."""
+    def restored(self, slot: int, session: str) -> None:
+        """A saved state of a session was put into the slot."""
         known = self._slots.setdefault(slot, _Slot())
-        known.used, known.restored = False, True
+        known.before_restore = known.before_restore or known.seen
+        known.used = False
+        self._taken(known, session)
 
     def seen(self, slot: int) -> SlotSeen | None:
         """How the last look showed the slot, if no completion has come since."""
@@ -123,6 +126,9 @@ class SlotRecord:
         """A request of a session has used the slot, or may have."""
         known = self._slots.setdefault(slot, _Slot())
         known.sessions.setdefault(session, _Since()).tries += 1
+        self._taken(known, session)
+
+    def _taken(self, known: _Slot, session: str) -> None:
         for other, since in known.sessions.items():
             if other != session:
                 since.other = session
@@ -139,8 +145,8 @@ class SlotRecord:
         known = self._slots[slot]
         since = known.sessions[session]
         known.sessions[session] = _Since(watched=True)
-        seen, known.seen = known.seen, None  # a look counts for the request that follows it
-        restored, known.restored = known.restored, False
+        seen = known.before_restore or known.seen
+        known.before_restore = known.seen = None  # a look counts for the request that follows it
         return Evidence(
             seen=seen,
             shows_use=self.shows_use,
@@ -148,7 +154,6 @@ class SlotRecord:
             watched=since.watched,
             other=since.other,
             tries=since.tries,
-            restored=restored,
         )
 
 
@@ -197,8 +202,9 @@ def undisturbed(facts: LossFacts) -> bool:
 
     After another session of ours that proves nothing: sessions of one kind grow alike, to the token (seen).
     """
-    seen = facts.evidence.seen
-    return facts.evidence.other is None and seen is not None and seen.held == facts.expected
+    evidence = facts.evidence
+    ours = facts.before is not None and evidence.other is None
+    return ours and evidence.seen is not None and evidence.seen.held == facts.expected
 
 
 def proven(facts: LossFacts) -> Verdict | None:
@@ -211,7 +217,7 @@ def proven(facts: LossFacts) -> Verdict | None:
             return other
         if before.slot != now.slot:
             return Verdict(cause="evicted", detail={"session": None, "slot_before": before.slot})
-        if seen is not None and evidence.shows_use and not seen.used and not evidence.restored:
+        if seen is not None and evidence.shows_use and not seen.used:
             return Verdict(cause="restarted")
     if evidence.other is not None:
         return Verdict(cause="evicted", detail={"session": evidence.other})

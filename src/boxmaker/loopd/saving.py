@@ -237,7 +237,7 @@ class SlotSaver:
                 return False
             asked = True
             answer = await self._act(slot, "restore", self._files.kv_name(session))
-            self._client.record.restored(slot)
+            self._client.record.restored(slot, session)
             if answer.value.get("n_restored") != saved.tokens:
                 raise _Refused(f"{answer.value.get('n_restored')} tokens of {saved.tokens} came back", bad_file=True)
             occupant.restored = saved

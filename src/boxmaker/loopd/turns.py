@@ -97,9 +97,11 @@ class TurnService:
                     gone=stop.gone,
                     pin=lambda began_on: self._pins.pin(turn.session, began_on),
                 ) as session:
-                    outcome = await run_turn(session, rt, turn.content, emit, control)
+                    try:
+                        outcome = await run_turn(session, rt, turn.content, emit, control)
+                    finally:
+                        self._pins.over(turn.session)
             finally:
-                self._pins.over(turn.session)
                 self._pins.forget(turn.session)
                 self._causes.turn_over(turn.session, control.spent)
             place.ending = "turn_done"
