@@ -7,6 +7,7 @@ from pathlib import Path
 import trio
 
 from boxmaker.demo.server import chat_template
+from boxmaker.proto.chat import Content
 from boxmaker.proto.ids import SessionId
 from boxmaker.proto.ledger import CacheLine
 from boxmaker.proto.records import CacheLoss, Usage
@@ -66,6 +67,31 @@ async def test_a_session_is_there_again_after_a_restart_of_the_server(tmp_path: 
                 assert (await last_line(daemon, "s", 3)).detail == {"restored": held}
                 await daemon.ask("s", "Yes?", resume=True)
                 assert (await last_line(daemon, "s", 4)).detail == {}, "restored once"
+
+
+async def test_a_session_whose_answer_was_broken_off_is_there_again(tmp_path: Path) -> None:
+    text = config(tmp_path).replace("max_tokens = 12", "max_tokens = 400")
+    with trio.fail_after(LIMIT_S):
+        with llama_server(tmp_path / "log", "-", str(tmp_path / "kv")) as url:
+            async with running_daemon(tmp_path, url, text, disk=ThreadDisk()) as daemon:
+                assert daemon.saver is not None
+                await daemon.ask("s", "Say hello.", resume=False)
+                stream, channel = await daemon.open("s", f"Say all of this again and again: {PAGE}", resume=True)
+                while not isinstance((await channel.receive()).answer, Content):
+                    pass
+                await stream.aclose()
+                await daemon.until_free("s")
+                await daemon.saver.drain()
+                (first,) = figures(daemon, "s")
+        with llama_server(tmp_path / "log", "-", str(tmp_path / "kv")) as url:
+            async with running_daemon(tmp_path, url, text, disk=ThreadDisk()) as daemon:
+                await daemon.ask("s", "Stop. Say yes.", resume=True)
+                cached, read, _ = figures(daemon, "s")[-1]
+                assert not [record for record in daemon.log("s") if isinstance(record, CacheLoss)]
+                assert (await last_line(daemon, "s", 2)).detail.keys() == {"restored"}
+                # the long message was read before the reply was broken off
+                assert cached > sum(first) + 20
+                assert read < 40
 
 
 async def test_another_template_is_not_given_what_was_saved(tmp_path: Path) -> None:

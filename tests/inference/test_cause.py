@@ -131,6 +131,18 @@ def test_a_server_that_begins_anew_is_counted_and_a_restored_slot_is_not_one() -
     assert record.renewals == 2
 
 
+def test_a_slots_holder_is_the_session_whose_request_was_answered_last_be_it_in_part() -> None:
+    record = SlotRecord()
+    assert record.holder(0) is None
+    record.used(0, "a")
+    assert (record.holder(0), record.holder(1)) == ("a", None)
+    record.used(0, "b", streamed=False)
+    assert record.holder(0) is None, "the server may have begun with it"
+    record.used(0, "a")
+    record.restored(0, "a")
+    assert record.holder(0) is None, "until it has answered"
+
+
 def test_what_a_restored_slot_showed_before_is_what_counts() -> None:
     record = SlotRecord()
     record.used(0, "a")

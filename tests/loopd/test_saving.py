@@ -809,19 +809,125 @@ async def test_a_request_that_is_refused_leaves_nothing_to_save_under_its_name(
     assert logged(caplog, "slot_restore_useless") == []
 
 
-async def test_what_a_cancelled_reply_has_left_is_not_saved(
-    tmp_path: Path, autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+async def break_off(server: ScriptedServer, daemon: Daemon, session: str, script: list[Any]) -> None:
+    """A turn whose channel goes in the middle of the answer."""
+    count = len(server.completions)
+    server.scripts = [script]
+    stream, _ = await daemon.open(session, "Tell me all", resume=True)
+    await server.wait_for_completions(count + 1)
+    await wait_all_tasks_blocked(0.02)
+    await stream.aclose()
+    await daemon.until_free(session)
+
+
+@pytest.mark.parametrize(
+    ("held", "saves"),
+    [
+        (100, True),
+        (14, True),  # it was cancelled before it had read anything
+        (13, False),  # that is not what the session had before
+        (None, False),
+    ],
+)
+async def test_what_a_reply_that_was_broken_off_has_left_is_saved(
+    tmp_path: Path, autojump_clock: MockClock, held: int | None, saves: bool
 ) -> None:
-    """Of its tokens only the prompt's can ever be of use again: judged by their number, a restore would do nothing."""
+    """The session's next request begins with what it had before, and with the message that was asked then."""
+    async with serving(tmp_path) as (server, kv, daemon):
+        server.slots = shown(14)
+        await say(server, daemon, "a", resume=False)
+        await break_off(server, daemon, "a", [Send(STREAM_HEAD + delta(content="long")), Hang()])
+        server.slots = shown(held)
+        kv.tokens = held or 0
+        await say(server, daemon, "b", resume=False)
+        assert kv.asked == ["0?action=save"] * saves
+        saved = files(tmp_path).read(SessionId("a"))
+        assert (saved is not None) is saves
+        if saved is not None:
+            assert (saved.tokens, saved.sure, saved.prompt.messages) == (held, 14, 4)
+            server.slots = shown(14)
+            await say(server, daemon, "a", cached=14)
+            assert kv.asked[-1] == "0?action=restore"
+
+
+@pytest.mark.parametrize(("cached", "told"), [(7, False), (6, True)])
+async def test_a_restore_of_what_was_broken_off_is_judged_by_what_is_sure_and_turns_nothing_off(
+    tmp_path: Path, autojump_clock: MockClock, caplog: pytest.LogCaptureFixture, cached: int, told: bool
+) -> None:
+    """A server that cannot go back, as of a sliding-window model, may be able to restore a completion."""
     caplog.set_level("INFO", "boxmaker")
     async with serving(tmp_path) as (server, kv, daemon):
         server.slots = shown(14)
         await say(server, daemon, "a", resume=False)
-        server.scripts = [[Send(STREAM_HEAD + delta(content="long")), Hang()]]
-        stream, _ = await daemon.open("a", "Tell me all", resume=True)
-        await server.wait_for_completions(2)
-        await stream.aclose()
-        await daemon.until_free("a")
+        await break_off(server, daemon, "a", [Send(STREAM_HEAD + delta(content="long")), Hang()])
+        server.slots = shown(100)
+        kv.tokens = 100
+        await say(server, daemon, "b", resume=False)
+        server.slots = shown(14)
+        kv.tokens = 14
+        server.on_slot_action = lambda what, body: (
+            json_response(200, {"n_restored": 100}) if what.endswith("restore") else kv.act(what, body)
+        )
+        await say(server, daemon, "a", cached=cached)
+        useless = [{"slot": 0, "session": "a", "tokens": 100, "cached": cached}]
+        assert logged(caplog, "slot_restore_useless") == useless * told
+        server.on_slot_action = kv.act
+        server.slots = shown(cached + 14)
+        kv.tokens = cached + 14
+        await say(server, daemon, "c", resume=False)
+        assert kv.asked[-1] == "0?action=save"
+        saved = files(tmp_path).read(SessionId("a"))
+        assert saved is not None
+        assert (saved.tokens, saved.sure) == (cached + 14, cached + 14)
+
+
+async def test_at_its_end_the_daemon_waits_until_the_server_has_left_a_reply(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """A turn that is cancelled by the end of the grace is broken off just before."""
+    async with serving(tmp_path) as (server, kv, daemon):
+        assert daemon.saver is not None
+        server.slots = shown(14)
+        await say(server, daemon, "a", resume=False)
+        await break_off(server, daemon, "a", [Send(STREAM_HEAD + delta(content="long")), Hang()])
+        server.slots = [{"id": 0, "n_ctx": 4096, "is_processing": True}]
+        looks: list[str] = []
+
+        async def left(path: str) -> None:
+            looks.append(path)
+            if len(looks) == 3:
+                server.slots = shown(100)
+
+        server.on_probe = left
+        kv.tokens = 100
+        await daemon.saver.drain()
+        assert kv.asked == ["0?action=save"]
+        saved = files(tmp_path).read(SessionId("a"))
+        assert saved is not None
+        assert (saved.tokens, saved.sure) == (100, 14)
+
+
+async def test_at_its_end_the_daemon_does_not_wait_for_a_request_of_others(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    async with serving(tmp_path) as (server, kv, daemon):
+        assert daemon.saver is not None
+        server.slots = shown(14)
+        await say(server, daemon, "a", resume=False)
+        server.slots = [{"id": 0, "n_ctx": 4096, "is_processing": True}]
+        began = trio.current_time()
+        await daemon.saver.drain()
+        assert (kv.asked, trio.current_time() - began) == ([], 0)
+
+
+async def test_what_a_request_without_an_answer_has_left_is_not_saved(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """The server may not have begun with it: the slot may hold another session's tokens."""
+    async with serving(tmp_path) as (server, kv, daemon):
+        server.slots = shown(14)
+        await say(server, daemon, "a", resume=False)
+        await break_off(server, daemon, "a", [Hang()])
         server.slots = shown(100)
         await say(server, daemon, "b", resume=False)
         assert kv.asked == []

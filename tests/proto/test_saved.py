@@ -16,11 +16,12 @@ SAVED = SavedSlot(
     server=ServerIdentity(model_path="/m.gguf", model_bytes=None, n_ctx=4096, template="abc", build=None, lora=None),
     prompt=PromptMark(messages=2, digest="d"),
     tokens=14,
+    sure=14,
     bytes=100,
 )
 LINE = (
     '{"session":"s","server":{"model_path":"/m.gguf","model_bytes":null,"n_ctx":4096,'
-    '"template":"abc","build":null,"lora":null},"prompt":{"messages":2,"digest":"d"},"tokens":14,"bytes":100}'
+    '"template":"abc","build":null,"lora":null},"prompt":{"messages":2,"digest":"d"},"tokens":14,"sure":14,"bytes":100}'
 )
 
 

@@ -82,6 +82,7 @@ class _Since:
 @define
 class _Slot:
     seen: SlotSeen | None = None
+    holder: str | None = None
     before_restore: SlotSeen | None = None
     used: bool = False
     task: int | None = None
@@ -115,6 +116,7 @@ class SlotRecord:
         known = self._slots.setdefault(slot, _Slot())
         known.before_restore = known.before_restore or known.seen
         known.used = False
+        known.holder = None
         self._taken(known, session)
 
     def seen(self, slot: int) -> SlotSeen | None:
@@ -122,9 +124,15 @@ class SlotRecord:
         known = self._slots.get(slot)
         return known.seen if known is not None else None
 
-    def used(self, slot: int, session: str) -> None:
-        """A request of a session has used the slot, or may have."""
+    def holder(self, slot: int) -> str | None:
+        """Whose request the server has answered last from the slot, be it in part; None when that is not certain."""
+        known = self._slots.get(slot)
+        return known.holder if known is not None else None
+
+    def used(self, slot: int, session: str, *, streamed: bool = True) -> None:
+        """A request of a session has used the slot, or may have: the server has begun to stream what it answers."""
         known = self._slots.setdefault(slot, _Slot())
+        known.holder = session if streamed else None
         known.sessions.setdefault(session, _Since()).tries += 1
         self._taken(known, session)
 

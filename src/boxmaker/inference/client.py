@@ -211,7 +211,7 @@ class Client:
             raise
         finally:
             if not refused:
-                self.record.used(request.slot, request.session)
+                self.record.used(request.slot, request.session, streamed=attempt.streams)
 
     async def chat_with_retry(
         self, request: ChatRequest, hold: SlotHold, emit: Emit, first_look: Look | None = None
@@ -381,7 +381,8 @@ class _Try:
         self._phase: Literal["connect", "prefill", "stall", "finished"] = "connect"
         self._processed = -1
         self._events_came = False
-        self._streams = False
+        self.streams = False
+        """The server has begun to answer with a stream, so the slot is its."""
 
     async def run(self) -> Completion:
         headers_seen = False
@@ -394,7 +395,7 @@ class _Try:
                     headers_seen = True
                     if response.status_code != 200:
                         raise await self._refusal(response)
-                    self._streams = True
+                    self.streams = True
                     await self._stream(response)
             except InferenceError:
                 if not self._assembler.finished:  # a whole reply is kept, whatever comes after it
@@ -412,7 +413,7 @@ class _Try:
             return self._phase == "connect"
         status = error.status
         # with another status it may have failed at the work
-        return not self._streams and error.kind == "http" and status is not None and (status < 500 or status == 503)
+        return not self.streams and error.kind == "http" and status is not None and (status < 500 or status == 503)
 
     def _wait(self, phase: Literal["prefill", "stall", "finished"], seconds: float) -> None:
         """Give the server that long from now, to the millisecond: setting a deadline costs as much as a token."""

@@ -8,8 +8,9 @@ Laws:
   wait for any more goes on in the server, and the slot is busy until it is done.
 * A state that is saved stays until a newer one is there whole, or until the server says that it cannot be restored.
 
-After a completion a slot holds the tokens of its prompt and of the reply, without the last one. Only that is saved:
-after a refusal or a cancel nobody knows what is there.
+After a completion a slot holds the tokens of its prompt and of the reply, without the last one. After a reply that was
+broken off it holds those of the completion before and more, of which the server takes what the next request begins
+with. After a refusal, or a request that the server did not begin to answer, nobody knows whose tokens are there.
 Source: issue 8, item 6; `/slots/{id}?action=…` as measured (`../shared/llama-server.md`, 5).
 """
 
@@ -38,17 +39,22 @@ from boxmaker.session.disk import Disk
 from boxmaker.session.logs import session_ids
 from boxmaker.session.saved import SavedFiles
 
+IDLE_LOOK_S = 0.1
+"""How often a slot is looked at that the server is about to leave."""
+
 
 @define
 class _Occupant:
     """Who was in a slot last, by our own record: the session, its last request, and whether that is saved.
 
-    `left` is how many tokens the slot held after its completion; None while there is none, and after a cancel.
-    `restored` is what was brought back for a completion that has not come yet.
+    `left` is how many tokens the slot held after its completion; None while there is none, and after a cancel. `sure`
+    of the tokens there were the session's before that request. `restored` is what was brought back for a completion
+    that has not come yet.
     """
 
     session: SessionId
     body: bytes
+    sure: int
     saved: bool = False
     left: int | None = None
     restored: SavedSlot | None = None
@@ -109,7 +115,7 @@ class SlotSaver:
         presumed = self._presumed.pop(slot, None)
         # of a session that has moved, the slot that it was in has nothing newer
         self._occupants = {other: one for other, one in self._occupants.items() if one.session != session}
-        occupant = _Occupant(session, body)
+        occupant = _Occupant(session, body, left or 0)
         if before is not None and before.session == session:
             occupant.restored = before.restored
         acted = False
@@ -144,13 +150,17 @@ class SlotSaver:
         return self._is_emptied(slot) or (occupant.left is not None and held not in (None, occupant.left))
 
     def _is_worth_saving(self, slot: int, occupant: _Occupant) -> bool:
-        """Is what an occupant's completion has left there still, as far as can be seen, and not saved yet?
-
-        A request that was refused or cancelled has left who knows what: nothing of it is saved.
-        """
+        """Is what an occupant's request has left there still, as far as can be seen, and not saved yet?"""
+        if occupant.saved or self._is_emptied(slot):
+            return False
         held = self._held(slot)
-        there = occupant.left is not None and held in (None, occupant.left) and not self._is_emptied(slot)
-        return there and not occupant.saved
+        if occupant.left is not None:
+            return held in (None, occupant.left)
+        return self._is_broken_off(slot, occupant) and held is not None and held >= max(occupant.sure, 1)
+
+    def _is_broken_off(self, slot: int, occupant: _Occupant) -> bool:
+        """Was the occupant's last reply broken off in its middle? The server takes a moment to notice."""
+        return occupant.left is None and self._client.record.holder(slot) == occupant.session
 
     def completed(self, slot: int, session: SessionId, cached: int | None, left: int | None) -> int | None:
         """The session has its completion, which `left` so many tokens in the slot: judge the restore before it.
@@ -164,8 +174,9 @@ class SlotSaver:
         restored, occupant.restored = occupant.restored, None
         if restored is None or cached is None:
             return None
-        if 2 * cached < restored.tokens:
-            self._useless.add(restored.server)
+        if 2 * cached < restored.sure:
+            if restored.sure == restored.tokens:  # what was broken off may be where a server cannot go back to
+                self._useless.add(restored.server)
             log_event("slot_restore_useless", slot=slot, session=session, tokens=restored.tokens, cached=cached)
         return restored.tokens
 
@@ -179,6 +190,9 @@ class SlotSaver:
                 if self._off or occupant.saved:
                     continue
                 look = await self._client.look(slot)
+                while look.state == "busy" and self._is_broken_off(slot, occupant):
+                    await trio.sleep(IDLE_LOOK_S)
+                    look = await self._client.look(slot)
                 if look.state == "idle" and self._is_worth_saving(slot, occupant):
                     await self._save(slot, occupant)
         if limit.cancelled_caught:
@@ -192,7 +206,8 @@ class SlotSaver:
             if server is None or server in self._useless or mark is None:
                 return
             began = trio.current_time()
-            saved = SavedSlot(session=session, server=server, prompt=mark, tokens=0, bytes=0)
+            saved = SavedSlot(session=session, server=server, prompt=mark, tokens=0, sure=0, bytes=0)
+            there = occupant.left if occupant.left is not None else self._held(slot)
             await self._disk.run(lambda: self._files.begin(saved))
             name = self._files.saving_name(session)
             answer = await self._act(slot, "save", name)
@@ -200,9 +215,10 @@ class SlotSaver:
             if size is None or size != answer.value.get("n_written"):
                 self._turn_off()
                 raise _Refused("save_dir is not the server's")
-            if type(tokens) is not int or tokens < 1 or tokens != occupant.left:
+            if type(tokens) is not int or tokens < 1 or tokens != there:
                 raise _Refused("the slot holds something else")
-            saved = evolve(saved, tokens=tokens, bytes=size)
+            sure = tokens if occupant.left is not None else occupant.sure
+            saved = evolve(saved, tokens=tokens, sure=sure, bytes=size)
             await self._disk.run(lambda: self._files.complete(saved))
             occupant.saved = True
             took = round(1000 * (trio.current_time() - began))

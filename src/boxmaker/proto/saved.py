@@ -38,12 +38,17 @@ class PromptMark:
 
 @frozen(kw_only=True)
 class SavedSlot:
-    """One saved slot of a session: `tokens` it held, `bytes` of its file, 0 while there is none."""
+    """One saved slot of a session: `tokens` it held, `bytes` of its file, 0 while there is none.
+
+    The session's next request begins with the first `sure` of the tokens: all of them after a completion, those of the
+    completion before after a reply that was broken off.
+    """
 
     session: SessionId
     server: ServerIdentity
     prompt: PromptMark
     tokens: Count
+    sure: Count
     bytes: Count
 
 
