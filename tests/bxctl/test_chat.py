@@ -36,7 +36,7 @@ def test_say_prints_the_answer_and_one_lf_and_nothing_else_on_stdout(short_dir: 
         event("queued", ahead=1),
         event("waiting", slot_busy=True),
         event("progress", total=9, cache=1, processed=5),
-        event("reasoning", text="hm"),
+        event("reasoning", text="I reason so."),
         event("content", text="Let me look."),
         event("tool_call_started", name="clock"),
         event("tool_result", name="clock", class_="private", truncated=True),
@@ -59,7 +59,7 @@ def test_say_prints_the_answer_and_one_lf_and_nothing_else_on_stdout(short_dir: 
     assert errors(result) == []
     for told in ("1 ahead", "busy", "clock", "private", "truncated", "refused", "7 tokens", "7 cached", "length"):
         assert told in result.stderr
-    assert "hm" not in result.stderr
+    assert "I reason so." not in result.stderr
     assert "Let me look." not in result.stderr
 
 
