@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
@@ -598,6 +599,22 @@ async def test_a_full_session_none_of_whose_answers_leaves_room_names_no_fork(
         await daemon.ask("s", "1", resume=False)
         error = await daemon.fail("s", "2", resume=True)
         assert error.message.endswith("the available context size; go on in a new session")
+
+
+async def test_a_full_session_is_told_also_when_its_log_cannot_be_read_for_advice(
+    tmp_path: Path, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = error_response(400, "the request exceeds the available context size")
+    async with scripted_server(reply("a"), full) as server, running_daemon(tmp_path, server.url) as daemon:
+        await daemon.ask("s", "1", resume=False)
+
+        def broken(*_: object) -> bytes:
+            raise OSError(errno.EIO, "Input/output error")
+
+        monkeypatch.setattr(os, "pread", broken)
+        error = await daemon.fail("s", "2", resume=True)
+    assert error.code == ErrorCode.SESSION_FULL
+    assert error.message.endswith("bxctl fork s (--at N keeps less), or in a new session")
 
 
 @pytest.mark.parametrize("scripts", [[], [reply(calls=[("c", "clock", "{}")])]])

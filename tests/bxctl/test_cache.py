@@ -289,6 +289,12 @@ def test_several_losses_are_counted_and_the_last_one_is_told() -> None:
     assert lines[-1] == "2 losses in all (bxctl cache s)"
 
 
+@pytest.mark.parametrize(("cached", "told"), [(49, ", which did not help"), (50, "")])
+def test_a_restore_is_told_and_whether_it_helped(cached: int, told: str) -> None:
+    last = line(2, cached, 100, 5, expected=120, lost=120 - cached, cause="template", detail={"restored": 100})
+    assert list(why_lines(S, [FIRST, last]))[-2] == f"restored 100 from disk{told}"
+
+
 @pytest.mark.real
 def test_a_line_of_other_figures_explains_nothing(tmp_path: Path) -> None:
     append_lines(lay_out(tmp_path), [evolve(THIRD, read=181)])

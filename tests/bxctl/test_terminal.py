@@ -15,10 +15,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO, cast
 
 import pytest
 from attrs import define
 
+from boxmaker.bxctl.chat import wait_for_line
 from tests.bxctl.scripted_loopd import LIMIT_S, Hang, Script, Wait, done, error, event, scripted_loopd
 
 pytestmark = pytest.mark.real
@@ -297,3 +299,43 @@ def test_a_line_of_figures_follows_each_answer_unless_quiet(short_dir: Path) -> 
         screen.read_until("> ")
         screen.type("x\n")
         assert screen.read_until("> ").startswith("Hi.\n[1 cached, 2 read, 3 generated")
+
+
+@define
+class Between:
+    """A terminal at which a signal comes after Python has looked for one, and before the system is called."""
+
+    fd: int
+
+    def fileno(self) -> int:
+        signal.raise_signal(signal.SIGINT)
+        return self.fd
+
+
+def test_a_signal_between_two_looks_of_python_is_not_lost_until_a_line_comes() -> None:
+    """Its handler says nothing, so that only the wait itself can notice it."""
+    heard: list[int] = []
+
+    def too_long(*_: object) -> None:
+        raise TimeoutError("the signal was not noticed")
+
+    read_end, write_end = os.pipe()
+    before = {
+        number: signal.signal(number, handler)
+        for number, handler in ((signal.SIGINT, lambda number, _: heard.append(number)), (signal.SIGALRM, too_long))
+    }
+    try:
+        signal.alarm(5)
+        wait_for_line(cast("TextIO", Between(read_end)))
+        assert heard == [signal.SIGINT]
+        os.write(write_end, b"a line\n")
+        with open(read_end, closefd=False) as terminal:
+            wait_for_line(terminal)
+            assert terminal.readline() == "a line\n"
+    finally:
+        signal.alarm(0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.close(read_end)
+        os.close(write_end)
+    assert signal.set_wakeup_fd(-1) == -1, "nothing is left of it"

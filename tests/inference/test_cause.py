@@ -231,6 +231,34 @@ def test_a_cause_is_named_with_its_proof_alone(facts: LossFacts, verdict: Verdic
     assert proven(facts) == verdict
 
 
+@pytest.mark.parametrize(
+    ("evidence", "cause"),
+    [
+        (Evidence(seen=used(55), other="b", watched=True), "evicted"),
+        (Evidence(seen=used(55), watched=True), "foreign"),
+        (Evidence(seen=UNUSED, shows_use=True, watched=True), "restarted"),
+    ],
+)
+def test_a_slot_that_was_taken_is_not_the_cause_of_the_few_tokens_that_did_not_come_back(
+    evidence: Evidence, cause: str
+) -> None:
+    """It was restored, or the server had kept it: the prompts tell, and only when they do not it was the slot."""
+    taken = loss(evidence, got=49, before=known())
+    assert proven(taken) is not None
+    back = loss(evidence, got=50, before=known())
+    assert proven(back) is None
+    before = "<S><user>Hello<assistant>"
+    erased = judge_prompts(loss(evidence, got=81, before=known()), before, f"{before}Hi there<user>Hello", ASKED, 2)
+    assert (erased.cause, erased.detail["was"]) == ("template", "Greet.")
+    whole = judge_prompts(back, before, f"{before}Greet. Hi there<user>Hello", ASKED, 2)
+    assert whole.cause == unproven(back, extension=False).cause == cause
+
+
+def test_another_model_is_the_cause_of_any_loss() -> None:
+    swapped = loss(Evidence(), got=99, before=known("old"))
+    assert proven(swapped) == Verdict(cause="model", detail={"what": "model", "was": "old", "now": "m"})
+
+
 def test_what_is_not_known_has_not_changed() -> None:
     assert changed("template", None, "x") is None
     assert changed("template", "x", None) is None

@@ -759,6 +759,7 @@ IN_STREAM = b'data: {"error":{"code":400,"message":"no","type":"invalid_request_
     [
         (reply("Hi"), True),
         (error_response(400, "no"), False),
+        (error_response(400, "the request exceeds the available context size"), True),  # found out in the slot
         (error_response(503, "busy"), False),
         (error_response(500, "failed at it"), True),
         (STREAM_HEAD + IN_STREAM, True),
@@ -776,6 +777,28 @@ async def test_a_request_that_was_not_begun_has_not_used_its_slot(
             await it.client.chat(ChatRequest(slot=0, body=BODY, session="b"), it.emit)
         it.client.record.used(0, "a")
         assert it.client.record.completed(0, "a").other == ("b" if taken else None)
+
+
+async def test_a_cancel_before_a_connection_stands_has_not_used_the_slot(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """A socket that does not accept: its queue of one is full."""
+    with ExitStack() as held:
+        listening = held.enter_context(socket.socket())
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(0)
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        for _ in range(4):
+            waiting = held.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(listening.getsockname())
+        async with Client(make_config(tmp_path, url), now_s=lambda: EPOCH_S) as client:
+            client.record.used(0, "a")
+            client.record.completed(0, "a")
+            with trio.move_on_after(1):
+                await client.chat(ChatRequest(slot=0, body=BODY, session="b"), tell_nobody)
+            client.record.used(0, "a")
+            assert client.record.completed(0, "a").other is None
 
 
 async def test_a_request_that_was_never_sent_has_not_used_its_slot(tmp_path: Path, autojump_clock: MockClock) -> None:

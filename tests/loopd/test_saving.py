@@ -226,8 +226,8 @@ async def test_a_restore_that_did_nothing_is_told_and_not_tried_again_for_this_s
     async with serving(tmp_path) as (server, kv, daemon):
         assert daemon.saver is not None
         server.slots = shown(None)
-        await say(server, daemon, cached=6)
-        assert logged(caplog, "slot_restore_useless") == [{"slot": 0, "session": "a", "tokens": 14, "cached": 6}]
+        await say(server, daemon, cached=1)
+        assert logged(caplog, "slot_restore_useless") == [{"slot": 0, "session": "a", "tokens": 14, "cached": 1}]
         server.slots = shown(14)
         await say(server, daemon, "b", resume=False)
         await say(server, daemon, "a")
@@ -277,15 +277,37 @@ async def test_a_loss_over_a_restart_is_told_as_one_also_when_an_older_state_was
         assert (line.expected, line.lost, line.cause, line.detail) == (28, 14, "restarted", {"restored": 14})
 
 
-async def test_half_of_it_is_not_nothing(
-    tmp_path: Path, autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("cached", "told", "off"),
+    [
+        # 14 tokens are saved at first, then what was cached and 14 more
+        ((2, 2), 2, True),  # less than half of it twice
+        ((2, 8, 3), 2, False),  # but not in a row
+        ((1,), 1, True),  # less than a tenth of it at once
+        ((7, 11), 0, False),
+    ],
+)
+async def test_a_restore_that_brought_back_little_once_may_be_the_templates_doing(
+    tmp_path: Path,
+    autojump_clock: MockClock,
+    caplog: pytest.LogCaptureFixture,
+    cached: tuple[int, ...],
+    told: int,
+    off: bool,
 ) -> None:
     caplog.set_level("INFO", "boxmaker")
     await save(tmp_path)
-    async with serving(tmp_path) as (server, _, daemon):
-        server.slots = shown(None)
-        await say(server, daemon, cached=7)
-    assert logged(caplog, "slot_restore_useless") == []
+    async with serving(tmp_path) as (server, kv, daemon):
+        assert daemon.saver is not None
+        for tokens in cached:
+            server.slots = shown(None)
+            await say(server, daemon, cached=tokens)
+            server.slots = shown(tokens + 14)
+            kv.tokens = tokens + 14
+            await daemon.saver.drain()
+        assert len(logged(caplog, "slot_restore_useless")) == told
+        actions = [what.rpartition("=")[2] for what in kv.asked]
+        assert actions == ["restore", "save"] * (len(cached) - off) + ["restore"] * off
 
 
 def refuse(status: int) -> Callable[[Kv, str, Any], bytes]:
@@ -336,20 +358,20 @@ async def test_no_failure_of_the_server_hurts_a_turn(
             assert (tmp_path / "kv" / name).with_suffix(".json").exists(), "no file without its record"
 
 
-async def test_a_file_that_the_server_does_not_take_is_removed(tmp_path: Path, autojump_clock: MockClock) -> None:
+async def test_a_file_that_comes_back_otherwise_is_removed(tmp_path: Path, autojump_clock: MockClock) -> None:
     await save(tmp_path)
     async with serving(tmp_path) as (server, _, daemon):
         server.slots = shown(None)
-        server.on_slot_action = lambda *_: error_response(400, "no")
+        server.on_slot_action = lambda *_: json_response(200, {"n_restored": 13})
         await say(server, daemon)
     assert list((tmp_path / "kv").iterdir()) == []
 
 
-@pytest.mark.parametrize("status", [501, 503, 500, 401])
+@pytest.mark.parametrize("status", [501, 503, 500, 401, 400])
 async def test_a_server_that_restores_nothing_just_now_costs_no_file(
     tmp_path: Path, autojump_clock: MockClock, status: int
 ) -> None:
-    """As when it was started once without --slot-save-path."""
+    """As when it was started once without --slot-save-path, or has no room (400) beside what its other slots hold."""
     await save(tmp_path)
     async with serving(tmp_path) as (server, _, daemon):
         server.slots = shown(None)
@@ -428,8 +450,8 @@ async def test_as_many_tokens_of_another_session_are_not_taken_for_its_own(
         (14, False),  # what was saved
         (28, False),  # what the second turn has left
         (29, False),  # the third turn had begun
-        (27, True),  # somebody else: a session's tokens do not get fewer
-        (13, True),
+        (27, False),  # somebody else; the server may still have the 28 in its memory, but never for a restored slot
+        (13, False),
         (None, True),
     ],
 )
@@ -462,13 +484,67 @@ async def test_a_slot_that_somebody_else_has_used_is_restored(tmp_path: Path, au
         server.slots = shown(14)
         await say(server, daemon, resume=False)
         await daemon.saver.drain()
-        await say(server, daemon, cached=14)
-        server.slots = shown(28)
-        await say(server, daemon, cached=28)
         assert kv.asked == ["0?action=save"]
         server.slots = shown(500)
         await say(server, daemon, cached=14)
         assert kv.asked == ["0?action=save", "0?action=restore"]
+
+
+@pytest.mark.parametrize(("saved", "restores"), [(90, True), (89, False)])
+async def test_a_state_that_is_much_older_is_not_put_before_what_the_server_may_bring_back(
+    tmp_path: Path, autojump_clock: MockClock, saved: int, restores: bool
+) -> None:
+    """Of 100 tokens, which a server with --cache-ram has still, though not for a slot that was restored."""
+    async with serving(tmp_path) as (server, kv, daemon):
+        assert daemon.saver is not None
+        server.slots = shown(saved)
+        kv.tokens = saved
+        server.scripts = [reply("Hi", cache_n=0, prompt_n=saved - 4, predicted_n=5)]
+        await daemon.ask("a", "Hello", resume=False)
+        await daemon.saver.drain()
+        server.scripts = [reply("Hi", cache_n=saved, prompt_n=96 - saved, predicted_n=5)]
+        await daemon.ask("a", "Hello", resume=True)
+        server.slots = shown(500)
+        await say(server, daemon, cached=saved)
+        assert kv.asked == ["0?action=save"] + ["0?action=restore"] * restores
+
+
+async def test_a_fork_that_was_never_asked_costs_its_parent_no_live_cache(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """By the logs the fork was there last; the slot holds what the parent has left."""
+    async with serving(tmp_path) as (server, kv, daemon):
+        assert daemon.saver is not None
+        server.slots = shown(186)
+        kv.tokens = 186
+        server.scripts = [reply("Hi", cache_n=0, prompt_n=182, predicted_n=5)]
+        await daemon.ask("a", "Hello", resume=False)
+        await daemon.saver.drain()
+        await say(server, daemon, cached=186)
+        await daemon.store.fork(SessionId("a"), None, SessionId("f"), slot=0)
+        os.utime(daemon.store.directory / "a" / LOG_NAME, (1, 1))
+    async with serving(tmp_path) as (server, kv, daemon):
+        server.slots = shown(200)
+        await say(server, daemon, cached=200)
+        assert kv.asked == []
+
+
+async def test_a_restore_of_before_is_not_judged_by_the_request_after_a_restart_of_the_server(
+    tmp_path: Path, autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "boxmaker")
+    async with serving(tmp_path) as (server, kv, daemon):
+        assert daemon.saver is not None
+        server.slots = shown(14)
+        await say(server, daemon, resume=False)
+        await daemon.saver.drain()
+        server.slots = shown(None)
+        server.scripts = [error_response(400, "no", "invalid_request_error")]
+        await daemon.fail("a", "Hello", resume=True)
+        assert kv.asked == ["0?action=save", "0?action=restore"]
+        server.on_slot_action = lambda *_: error_response(503, "no")
+        await say(server, daemon, cached=0)
+    assert logged(caplog, "slot_restore_useless") == []
 
 
 @pytest.mark.parametrize("kind", BAD)
@@ -645,11 +721,14 @@ async def test_after_a_restore_that_was_cancelled_nobody_is_taken_to_be_in_the_s
         assert kv.asked == ["0?action=save"] * 2
         await say(server, daemon, "a", cached=14)
         assert kv.asked[2:] == ["0?action=restore"]
+        server.slots = shown(28)
+        kv.tokens = 28
         await daemon.saver.drain()
     async with serving(tmp_path) as (server, kv, daemon):  # by its log a is there
-        server.slots = shown(14)
+        server.slots = shown(28)
+        kv.tokens = 28
         await hang_up_in_restore(server, daemon, "b")
-        await say(server, daemon, "a", cached=14)
+        await say(server, daemon, "a", cached=28)
         assert kv.asked == ["0?action=restore"]
 
 

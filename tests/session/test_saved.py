@@ -166,3 +166,28 @@ def test_what_was_of_use_longest_ago_goes_first(tmp_path: Path) -> None:
     assert mine.keep_within(300, None) == ["b"]
     assert mine.keep_within(100, SessionId("c")) == ["d", "a"], "c is about to be restored"
     assert mine.read(SessionId("c")) is not None
+
+
+def test_what_does_not_fit_alone_goes_before_all_others(tmp_path: Path) -> None:
+    for session in ("a", "b"):
+        written(tmp_path, session, size=10)
+    written(tmp_path, "big", size=200)
+    assert files(tmp_path).keep_within(100, None) == ["big"]
+
+
+def test_what_a_save_that_was_left_has_written_counts(tmp_path: Path) -> None:
+    mine = files(tmp_path)
+    for at, session in enumerate("ab"):
+        written(tmp_path, session)
+        os.utime(tmp_path / f"{mine.stem(SessionId(session))}.json", (at, at))
+    (tmp_path / mine.saving_name(SessionId("a"))).write_bytes(b"k" * 50)
+    assert mine.keep_within(250, None) == []
+    assert mine.keep_within(249, None) == ["a"]
+    assert names(tmp_path) == sorted(f"{mine.stem(SessionId('b'))}.{suffix}" for suffix in ("json", "kv"))
+
+
+def test_a_save_that_is_not_there_to_be_taken_costs_no_older_one(tmp_path: Path) -> None:
+    mine, saved = files(tmp_path), written(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        mine.complete(evolve(saved, tokens=28))
+    assert mine.read(S) == saved

@@ -134,8 +134,13 @@ def cache_table(session: SessionId, found: Sequence[CacheLine], parts: str = BLO
 
 def _restored(one: CacheLine) -> list[str]:
     """That a saved slot was restored before it, of a line that anybody may have written."""
+    tokens = _restored_tokens(one)
+    return [f"restored {tokens:,} from disk"] if tokens else []
+
+
+def _restored_tokens(one: CacheLine) -> int:
     tokens = one.detail.get("restored")
-    return [f"restored {tokens:,} from disk"] if type(tokens) is int else []
+    return tokens if type(tokens) is int else 0
 
 
 def _figure(count: int | None) -> str:
@@ -168,7 +173,8 @@ def why_lines(session: SessionId, found: Sequence[CacheLine]) -> Iterator[str]:
     yield f"lost {last.lost:,} cached tokens: {last.cached or 0:,} of {last.expected or 0:,} were left{cost}"
     cause = last.cause or "unknown"
     yield from (f"{'cause:' if not at else '      '} {line}" for at, line in enumerate(_because(last)))
-    yield from (f"{text}, which did not help" for text in _restored(last))
+    did_little = 2 * (last.cached or 0) < _restored_tokens(last)
+    yield from (f"{text}{', which did not help' if did_little else ''}" for text in _restored(last))
     moved = cause == "evicted" and last.detail.get("session") is None
     yield f"remedy: {MOVED if moved else REMEDY[cause]}"
     if len(losses) > 1:

@@ -6,7 +6,10 @@ Source: M2b section 7; design.md section 9.
 from __future__ import annotations
 
 import random
+import select
 import shutil
+import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -299,6 +302,22 @@ def _lines(chat: Chat, *, prompt: bool) -> int:
     return 1 if failed and not interactive else 0
 
 
+def wait_for_line(terminal: TextIO) -> None:
+    """Wait until a terminal has something to read, or a signal has come; both may have come before.
+
+    Python tells a signal before a call to the system, or when it breaks one off. One that comes between the two would
+    wait for the next line: a Ctrl-C at the very moment of the prompt was lost until Enter (seen).
+    """
+    woken, wakes = socket.socketpair()
+    with woken, wakes:
+        wakes.setblocking(False)
+        before = signal.set_wakeup_fd(wakes.fileno())
+        try:
+            select.select([terminal.fileno(), woken.fileno()], [], [])
+        finally:
+            signal.set_wakeup_fd(before)
+
+
 def _read_line(chat: Chat, prompt: bool) -> bytes:
     """Read one line of stdin with its end; empty at the end of the input."""
     if prompt:
@@ -314,4 +333,5 @@ def _read_line(chat: Chat, prompt: bool) -> bytes:
     if end:
         before, typed.rest = before[:end], before[end:]
         return before
+    wait_for_line(sys.stdin)
     return before + sys.stdin.buffer.readline(MAX_LINE_BYTES + 1)

@@ -23,6 +23,8 @@ from boxmaker.proto.ledger import CauseName
 
 SHOWN_CHARACTERS = 80
 """How much of a differing text is kept."""
+TAKEN: frozenset[CauseName] = frozenset({"evicted", "foreign", "restarted"})
+"""Causes that take everything, unless it is brought back."""
 SEAM_TOKENS = 8
 """Where two texts meet, a tokenizer may merge a few tokens: so few are no proof of anything."""
 
@@ -216,7 +218,16 @@ def undisturbed(facts: LossFacts) -> bool:
 
 
 def proven(facts: LossFacts) -> Verdict | None:
-    """The cause that our own record and the looks at the slot prove; None when the prompts must be compared."""
+    """The cause that our own record and the looks at the slot prove; None when the prompts must be compared.
+
+    That is so too when the slot was taken, and most of it came back: we restored it, or the server had kept it.
+    """
+    came_back = 2 * facts.got >= facts.expected
+    verdict = _by_slot(facts)
+    return None if came_back and verdict is not None and verdict.cause in TAKEN else verdict
+
+
+def _by_slot(facts: LossFacts) -> Verdict | None:
     before, now, evidence = facts.before, facts.now, facts.evidence
     seen = evidence.seen
     if before is not None:
@@ -245,7 +256,10 @@ def may_be_unused(facts: LossFacts) -> bool:
 
 
 def unproven(facts: LossFacts, *, extension: bool) -> Verdict:
-    """The cause when none is proven otherwise; `extension`: the rendered prompt is known to be one."""
+    """The cause when the prompts do not tell it; `extension`: the rendered prompt is known to be one."""
+    verdict = _by_slot(facts)
+    if verdict is not None:
+        return verdict
     if not undisturbed(facts):
         ours = facts.before is None or facts.evidence.tries > 1
         return Verdict(cause="unknown" if ours else "restarted_or_foreign")

@@ -34,7 +34,7 @@ from boxmaker.errors import InferenceError
 from boxmaker.inference.cause import SlotRecord, slot_seen
 from boxmaker.inference.completion import Completion, CompletionAssembler, error_of, one_line
 from boxmaker.inference.request import ChatRequest
-from boxmaker.inference.retry import GiveUp, RetryPolicy, is_loading
+from boxmaker.inference.retry import GiveUp, RetryPolicy, is_context_full, is_loading
 from boxmaker.inference.slots import SlotGate, SlotHold
 from boxmaker.inference.sse import SseDecoder
 from boxmaker.log import log_event
@@ -210,7 +210,7 @@ class Client:
             refused = attempt.refused(exc)
             raise
         finally:
-            if not refused:
+            if not refused and not attempt.unsent:
                 self.record.used(request.slot, request.session, streamed=attempt.streams)
 
     async def chat_with_retry(
@@ -408,12 +408,19 @@ class _Try:
         return self._assembler.completion()
 
     def refused(self, error: InferenceError) -> bool:
-        """Has the server not begun to work on the request, by how the try has failed?"""
-        if error.kind == "connect":
-            return self._phase == "connect"
-        status = error.status
-        # with another status it may have failed at the work
-        return not self.streams and error.kind == "http" and status is not None and (status < 500 or status == 503)
+        """Has the server not begun to work on the request, by how the try has failed?
+
+        It has for a prompt that does not fit: that is found out with the slot in hand, which may have been given
+        another state of the server's for it.
+        """
+        if self.streams or error.kind != "http" or error.status is None or is_context_full(error):
+            return False
+        return error.status < 500 or error.status == 503  # with another status it may have failed at the work
+
+    @property
+    def unsent(self) -> bool:
+        """Does no connection stand yet?"""
+        return self._phase == "connect"
 
     def _wait(self, phase: Literal["prefill", "stall", "finished"], seconds: float) -> None:
         """Give the server that long from now, to the millisecond: setting a deadline costs as much as a token."""

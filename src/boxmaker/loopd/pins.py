@@ -1,8 +1,7 @@
 """Which slot each session has, when several slots are ours; pure.
 
 Laws:
-* A session keeps its slot while that is listed. Only where another session has used it since, so that nothing is lost,
-  it moves to a listed slot that nobody has had.
+* A session keeps its slot while that is listed.
 * A new session takes the slot that was used least recently, the first listed of those that were never used, and one
   where no turn runs or waits before all others: two sessions share a slot only when every slot has one.
 * A turn uses its slot from its begin to its end. A session that could not be begun has used nothing.
@@ -24,9 +23,8 @@ class Pins:
 
     def __init__(self, listed: Sequence[int], known: Iterable[tuple[SessionId, int]] = ()) -> None:
         self._listed = tuple(listed)
-        self._slots: dict[SessionId, int] = {}
-        self._last: dict[int, SessionId] = {}
-        """Of each slot the session that used it last."""
+        self._slots: dict[SessionId, tuple[int, int]] = {}
+        """Of each session the slot, and which use of any slot was its last."""
         self._before: dict[SessionId, int] = {}
         """Of each session that is being begun, which use was its slot's last before."""
         self._used = dict.fromkeys(self._listed, 0)
@@ -40,7 +38,7 @@ class Pins:
     def begin(self, session: SessionId) -> int:
         """Give a slot to a session that is about to be begun; `pin` it when it is there, `forget` it when it fails."""
         if session in self._slots:  # there is one: that it cannot be begun again is found out by who tries
-            return self._slots[session]
+            return self._slots[session][0]
         slot = self._least_recent()
         self._before[session] = self._used[slot]
         self._use(session, slot)
@@ -50,10 +48,9 @@ class Pins:
         """The session was not begun: its slot counts as used when it was before; no effect on one that is there."""
         before = self._before.pop(session, None)
         if before is not None:
-            slot = self._slots.pop(session)
-            if self._last[slot] == session:  # nobody has used it meanwhile
+            slot, use = self._slots.pop(session)
+            if self._used[slot] == use:  # nobody has used it meanwhile
                 self._used[slot] = before
-                del self._last[slot]
 
     def pin(self, session: SessionId, began_on: int) -> int:
         """The slot of a session for the turn that it begins now; its log says that it began on `began_on`.
@@ -61,8 +58,8 @@ class Pins:
         `over` ends the turn.
         """
         self._before.pop(session, None)
-        slot = self._slots.get(session, began_on)
-        if slot not in self._used or (self._last.get(slot, session) != session and self._is_any_new()):
+        slot, _ = self._slots.get(session, (began_on, 0))
+        if slot not in self._used:
             slot = self._least_recent()
         self._use(session, slot)
         self._turns[slot] += 1
@@ -76,14 +73,10 @@ class Pins:
             self._turns[slot] -= 1
             self._use(session, slot)
 
-    def _is_any_new(self) -> bool:
-        return not all(self._used.values())
-
     def _least_recent(self) -> int:
         return min(self._listed, key=lambda slot: (self._turns[slot], self._used[slot]))
 
     def _use(self, session: SessionId, slot: int) -> None:
         self._uses += 1
         self._used[slot] = self._uses
-        self._last[slot] = session
-        self._slots[session] = slot
+        self._slots[session] = (slot, self._uses)

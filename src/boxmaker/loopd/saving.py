@@ -6,7 +6,8 @@ Laws:
 * Whatever fails here is told to the daemon's log; the turn goes on as if nothing could be saved.
 * We wait for saving and restoring at most `[slots] save_s` before a request, and as long at the end. What we do not
   wait for any more goes on in the server, and the slot is busy until it is done.
-* A state that is saved stays until a newer one is there whole, or until the server says that it cannot be restored.
+* A state that is saved stays until a newer one is there whole, or until it comes back with another count of tokens. A
+  server that refuses it may only have no room just now.
 
 After a completion a slot holds the tokens of its prompt and of the reply, without the last one. After a reply that was
 broken off it holds those of the completion before and more, of which the server takes what the next request begins
@@ -80,6 +81,8 @@ class SlotSaver:
         self._occupants: dict[int, _Occupant] = {}
         self._presumed = dict(presumed or {})
         self._useless: set[ServerIdentity] = set()
+        self._did_little: set[ServerIdentity] = set()
+        """Those whose last restore brought back less than half of what it should have."""
         self._off_since: int | None = None
 
     @property
@@ -116,7 +119,7 @@ class SlotSaver:
         # of a session that has moved, the slot that it was in has nothing newer
         self._occupants = {other: one for other, one in self._occupants.items() if one.session != session}
         occupant = _Occupant(session, body, left or 0)
-        if before is not None and before.session == session:
+        if before is not None and before.session == session and not self._is_disturbed(slot, before):
             occupant.restored = before.restored
         acted = False
         if not self._off:
@@ -143,6 +146,17 @@ class SlotSaver:
         """Has the server begun anew since the slot was used?"""
         seen = self._client.record.seen(slot)
         return self._client.record.shows_use and seen is not None and not seen.used
+
+    def _is_better_left(self, slot: int, saved: int, left: int | None) -> bool:
+        """Is what was saved so old that the slot may still hold more, or be given more by the server?
+
+        A server keeps in its memory what was in a slot that others have taken, and brings it back to the next request
+        (its `--cache-ram`), but not into a slot that was restored. One that has begun anew has nothing.
+        """
+        seen = self._client.record.seen(slot)
+        if left is None or saved >= left or seen is None or not seen.used:
+            return False
+        return seen.held == left or 10 * saved < 9 * left
 
     def _is_disturbed(self, slot: int, occupant: _Occupant) -> bool:
         """Does the slot show something else than its occupant's completion has left?"""
@@ -174,9 +188,13 @@ class SlotSaver:
         restored, occupant.restored = occupant.restored, None
         if restored is None or cached is None:
             return None
-        if 2 * cached < restored.sure:
-            if restored.sure == restored.tokens:  # what was broken off may be where a server cannot go back to
-                self._useless.add(restored.server)
+        if 2 * cached >= restored.sure:
+            self._did_little.discard(restored.server)
+        else:
+            # what was broken off may be where a server cannot go back to, and a template may drop a part once
+            nothing = 10 * cached < restored.sure or restored.server in self._did_little
+            if restored.sure == restored.tokens:
+                (self._useless if nothing else self._did_little).add(restored.server)
             log_event("slot_restore_useless", slot=slot, session=session, tokens=restored.tokens, cached=cached)
         return restored.tokens
 
@@ -227,10 +245,12 @@ class SlotSaver:
                 log_event("saved_slot_removed", session=gone, reason="save_mib")
         except (InferenceError, OSError, _Refused) as exc:
             self._fail("slot_not_saved", exc, slot=slot, session=session)
-            if isinstance(exc, _Refused):
-                await self._clear(lambda: self._files.give_up(session), session)
         except Exception:  # a boundary as the cause finder's: a fault of ours here is no turn's
             log_exception("slot_not_saved", slot=slot, session=session)
+        finally:
+            if not occupant.saved:
+                with trio.CancelScope(shield=True):  # a disk's moment; else the room is lost until the next start
+                    await self._clear(lambda: self._files.give_up(session), session)
 
     async def _restore(self, slot: int, occupant: _Occupant, left: int | None, *, in_slot: bool) -> bool:
         """Restore a session's slot for its request if that is of use; True when the server was asked to.
@@ -238,10 +258,12 @@ class SlotSaver:
         The session's last completion left `left` tokens. `in_slot`: it was in the slot last, as far as is known.
         """
         session = occupant.session
-        asked = False
+        asked = bad_file = False
         try:
             saved = await self._disk.run(lambda: self._files.read(session))
             if saved is None or (in_slot and _is_there(saved.tokens, self._held(slot), left)):
+                return False
+            if self._is_better_left(slot, saved.tokens, left):
                 return False
             server = await self._server()
             if server != saved.server or server in self._useless:
@@ -255,13 +277,14 @@ class SlotSaver:
             answer = await self._act(slot, "restore", self._files.kv_name(session))
             self._client.record.restored(slot, session)
             if answer.value.get("n_restored") != saved.tokens:
-                raise _Refused(f"{answer.value.get('n_restored')} tokens of {saved.tokens} came back", bad_file=True)
+                bad_file = True
+                raise _Refused(f"{answer.value.get('n_restored')} tokens of {saved.tokens} came back")
             occupant.restored = saved
             log_event("slot_restored", slot=slot, session=session, tokens=saved.tokens)
             await self._disk.run(lambda: self._files.touch(session))
         except (InferenceError, OSError, _Refused) as exc:
             self._fail("slot_not_restored", exc, slot=slot, session=session)
-            if isinstance(exc, _Refused) and exc.bad_file:
+            if bad_file:
                 await self._clear(lambda: self._files.remove(session), session)
         except Exception:  # as in `_save`
             log_exception("slot_not_restored", slot=slot, session=session)
@@ -284,7 +307,7 @@ class SlotSaver:
         if answer.status == 501:
             self._turn_off()  # started without --slot-save-path, or without --slots
         if answer.status != 200 or not isinstance(answer.value, dict):
-            raise _Refused(str(answer.error()), bad_file=answer.status == 400)
+            raise _Refused(str(answer.error()))
         return answer
 
     async def _server(self) -> ServerIdentity | None:
@@ -304,11 +327,7 @@ class SlotSaver:
 
 
 class _Refused(Exception):
-    """The server did not do what it was asked; the text says why. `bad_file`: it will never take that file."""
-
-    def __init__(self, text: str, *, bad_file: bool = False) -> None:
-        super().__init__(text)
-        self.bad_file = bad_file
+    """The server did not do what it was asked; the text says why."""
 
 
 def last_in_slots(listed: Sequence[int], in_use: Sequence[tuple[SessionId, int]]) -> dict[int, SessionId]:

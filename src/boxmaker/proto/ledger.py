@@ -20,7 +20,7 @@ CauseName: TypeAlias = Literal[
 REMEDY: dict[CauseName, str] = {
     "template": "Use a chat template that keeps what it rendered: `loopd selftest` names the one for your model.",
     "evicted": "Give each session a slot of its own: start llama-server with a larger -np, and list the slots in"
-    " [slots] main.",
+    " [slots] main; a session keeps the slot that it began on, a fork of it (bxctl fork) gets a free one.",
     "model": "None: another model, context or template begins with an empty cache.",
     "restarted": "Keep llama-server running: its cache is in its memory. Or set [slots] save_dir, so that it comes"
     " back.",

@@ -64,8 +64,14 @@ class SavedFiles:
 
         When we die in the middle the record says that there is nothing.
         """
+        older = self.read(saved.session)
         self._write(evolve(saved, tokens=0, bytes=0))
-        os.replace(self.directory / self.saving_name(saved.session), self.directory / self.kv_name(saved.session))
+        try:
+            os.replace(self.directory / self.saving_name(saved.session), self.directory / self.kv_name(saved.session))
+        except OSError:
+            if older is not None:
+                self._write(older)
+            raise
         self._write(saved)
 
     def give_up(self, session: SessionId) -> None:
@@ -121,15 +127,15 @@ class SavedFiles:
     def keep_within(self, most_bytes: int, keep: SessionId | None) -> list[SessionId]:
         """Remove what was of use longest ago until the rest is at most `most_bytes`; the sessions concerned.
 
-        `keep` is about to be restored: it stays.
+        `keep` is about to be restored: it stays. What does not fit even alone goes before all others.
         """
         found = [
-            (os.lstat(self._record(one)).st_mtime_ns, self.size(self.kv_name(one)) or 0, one)
-            for one in (saved.session for saved in self._ours())
+            (size <= most_bytes, os.lstat(self._record(one)).st_mtime_ns, size, one)
+            for one, size in ((saved.session, self._bytes(saved.session)) for saved in self._ours())
         ]
-        total = sum(size for _, size, _ in found)
+        total = sum(size for _, _, size, _ in found)
         removed: list[SessionId] = []
-        for _, size, session in sorted(found):
+        for _, _, size, session in sorted(found):
             if total <= most_bytes:
                 break
             if session == keep:
@@ -138,6 +144,9 @@ class SavedFiles:
             removed.append(session)
             total -= size
         return removed
+
+    def _bytes(self, session: SessionId) -> int:
+        return sum(self.size(name) or 0 for name in (self.kv_name(session), self.saving_name(session)))
 
     def _ours(self) -> Iterator[SavedSlot]:
         for entry in os.scandir(self.directory):

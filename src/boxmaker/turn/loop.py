@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 
 import trio
@@ -245,7 +246,8 @@ class _Turn:
         state, n_ctx = self._session.state, self._n_ctx(self._rt.client.record.seen(self._slot))
         at: int | None = state.answers
         if n_ctx is not None:
-            at = await self._session.last_answer_within(self._rt.config.session.warn_at * n_ctx)
+            with suppress(StorageError):  # what went wrong first is what is told
+                at = await self._session.last_answer_within(self._rt.config.session.warn_at * n_ctx)
         if not at:
             return SessionFull(message=exc.message)
         return SessionFull(message=exc.message, fork=self._session.id, at=at if at < state.answers else None)
