@@ -52,6 +52,19 @@ def asked_since(server: ScriptedServer, count: int) -> list[str]:
     return [request.path for request in server.received[count:]]
 
 
+async def begin(server: ScriptedServer, daemon: Daemon) -> None:
+    """The first turn of session a, which leaves 99 tokens in its slot."""
+    server.scripts += [reply("Hi", cache_n=0, prompt_n=80, predicted_n=20)]
+    await daemon.ask("a", "Hello", resume=False)
+
+
+async def fork(daemon: Daemon) -> ForkDone:
+    """Fork session a at its last answer: session f."""
+    done = await daemon.service.run(Fork(session=SessionId("a"), from_=None, new=SessionId("f")), tell_nobody, Stop())
+    assert isinstance(done, ForkDone)
+    return done
+
+
 async def test_every_completion_has_its_line(tmp_path: Path, autojump_clock: MockClock) -> None:
     timed = (
         STREAM_HEAD
@@ -195,10 +208,8 @@ async def test_a_fork_that_runs_on_another_slot_has_left_its_cache_there(
 ) -> None:
     async with scripted_server() as server, running_daemon(tmp_path, server.url, TWO) as daemon:
         server.slots = both_shown(None, None)
-        server.scripts += [reply("Hi", cache_n=0, prompt_n=80, predicted_n=20)]
-        await daemon.ask("a", "Hello", resume=False)
-        fork = Fork(session=SessionId("a"), from_=None, new=SessionId("f"))
-        assert await daemon.service.run(fork, tell_nobody, Stop()) == ForkDone(session=SessionId("f"), from_=1)
+        await begin(server, daemon)
+        assert await fork(daemon) == ForkDone(session=SessionId("f"), from_=1)
         server.slots = both_shown(99, None)
         server.scripts += [reply("Again", cache_n=0, prompt_n=110, predicted_n=5)]
         await daemon.ask("f", "And?", resume=True)
@@ -211,7 +222,7 @@ async def test_a_fork_on_the_same_slot_is_told_who_has_used_it_since(tmp_path: P
         server.scripts += [reply("Hi", cache_n=0, prompt_n=80, predicted_n=20), reply("Ho", cache_n=3)]
         await daemon.ask("a", "Hello", resume=False)
         await daemon.ask("b", "Hello", resume=False)
-        await daemon.service.run(Fork(session=SessionId("a"), from_=None, new=SessionId("f")), tell_nobody, Stop())
+        await fork(daemon)
         server.scripts += [reply("Again", cache_n=3, prompt_n=110, predicted_n=5)]
         await daemon.ask("f", "And?", resume=True)
         line = (await lines_of(daemon, "f"))[-1]
@@ -223,10 +234,9 @@ async def test_of_a_fork_that_this_daemon_has_not_made_no_slot_proves_anything(
 ) -> None:
     async with scripted_server() as server:
         server.slots = both_shown(None, None)
-        server.scripts += [reply("Hi", cache_n=0, prompt_n=80, predicted_n=20)]
         async with running_daemon(tmp_path, server.url, TWO) as daemon:
-            await daemon.ask("a", "Hello", resume=False)
-            await daemon.service.run(Fork(session=SessionId("a"), from_=None, new=SessionId("f")), tell_nobody, Stop())
+            await begin(server, daemon)
+            await fork(daemon)
         async with running_daemon(tmp_path, server.url, TWO) as daemon:
             server.slots = both_shown(99, None)
             server.scripts += [reply("Hm", cache_n=99, prompt_n=3, predicted_n=3)]
@@ -242,9 +252,8 @@ async def test_a_session_that_has_moved_while_the_daemon_was_down_is_told_so(
 ) -> None:
     async with scripted_server() as server:
         server.slots = both_shown(None, None)
-        server.scripts += [reply("Hi", cache_n=0, prompt_n=80, predicted_n=20)]
         async with running_daemon(tmp_path, server.url) as daemon:
-            await daemon.ask("a", "Hello", resume=False)
+            await begin(server, daemon)
             await lines_of(daemon)
         async with running_daemon(tmp_path, server.url, "[slots]\nmain = 1\n") as daemon:
             server.slots = both_shown(99, None)
@@ -257,9 +266,8 @@ async def test_a_session_that_has_moved_while_the_daemon_was_down_is_told_so(
 async def test_a_side_file_of_another_log_says_nothing(tmp_path: Path, autojump_clock: MockClock) -> None:
     async with scripted_server() as server:
         server.slots = both_shown(None, None)
-        server.scripts += [reply("Hi", cache_n=0, prompt_n=80, predicted_n=20)]
         async with running_daemon(tmp_path, server.url) as daemon:
-            await daemon.ask("a", "Hello", resume=False)
+            await begin(server, daemon)
             await lines_of(daemon)
             file = daemon.store.directory / "a" / LEDGER_NAME
         file.write_text(file.read_text("utf-8").replace('"read":80', '"read":81'), "utf-8")
@@ -366,9 +374,8 @@ async def test_after_a_restart_of_the_daemon_the_server_is_asked_whether_it_list
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:
     async with scripted_server() as server:
-        server.scripts += [reply("Hi", cache_n=0, prompt_n=80, predicted_n=20)]
         async with running_daemon(tmp_path, server.url) as daemon:
-            await daemon.ask("a", "Hello", resume=False)
+            await begin(server, daemon)
         async with running_daemon(tmp_path, server.url) as daemon:
             server.slots = shown(None)
 
@@ -389,8 +396,7 @@ async def test_at_most_two_things_are_asked_for_a_turn_with_several_losses(
 ) -> None:
     async with scripted_server() as server, running_daemon(tmp_path, server.url) as daemon:
         server.slots = shown(None)
-        server.scripts += [reply("Hi", cache_n=0, prompt_n=80, predicted_n=20)]
-        await daemon.ask("a", "Hello", resume=False)
+        await begin(server, daemon)
         server.slots = shown(99)
         server.scripts += [
             reply(calls=[("c", "clock", "{}")], cache_n=90, prompt_n=20, predicted_n=5),
@@ -418,8 +424,7 @@ async def test_a_turn_that_arrives_ends_the_search_and_the_lines_are_written(
 ) -> None:
     async with scripted_server() as server, running_daemon(tmp_path, server.url) as daemon:
         server.slots = shown(None)
-        server.scripts += [reply("Hi", cache_n=0, prompt_n=80, predicted_n=20)]
-        await daemon.ask("a", "Hello", resume=False)
+        await begin(server, daemon)
 
         async def hang(path: str) -> None:
             if path == "/apply-template":
@@ -443,8 +448,7 @@ async def test_a_search_that_the_server_does_not_answer_ends_by_itself(
 ) -> None:
     async with scripted_server() as server, running_daemon(tmp_path, server.url) as daemon:
         server.slots = shown(None)
-        server.scripts += [reply("Hi", cache_n=0, prompt_n=80, predicted_n=20)]
-        await daemon.ask("a", "Hello", resume=False)
+        await begin(server, daemon)
 
         async def hang(path: str) -> None:
             if len(server.completions) == 2:

@@ -87,6 +87,23 @@ async def say(
     await daemon.ask(session, "Hello", resume=resume)
 
 
+async def hang_up_in(server: ScriptedServer, daemon: Daemon, action: str, session: str, *, resume: bool = True) -> None:
+    """A turn whose channel goes while the server saves or restores its slot."""
+    asked = trio.Event()
+
+    async def hang(path: str) -> None:
+        if path.endswith(f"action={action}"):
+            asked.set()
+            await trio.sleep_forever()
+
+    server.on_probe = hang
+    stream, _ = await daemon.open(session, "Hello", resume=resume)
+    await asked.wait()
+    await stream.aclose()
+    await daemon.until_free(session)
+    server.on_probe = None
+
+
 async def save(directory: Path) -> None:
     """A daemon that talks once and ends as SIGTERM has it."""
     async with serving(directory) as (server, _, daemon):
@@ -645,19 +662,7 @@ async def test_a_turn_that_is_hung_up_on_while_its_slot_is_saved_leaves_all_in_o
     async with serving(tmp_path) as (server, kv, daemon):
         server.slots = shown(14)
         await say(server, daemon, "a", resume=False)
-        asked = trio.Event()
-
-        async def hang(path: str) -> None:
-            if "action" in path:
-                asked.set()
-                await trio.sleep_forever()
-
-        server.on_probe = hang
-        stream, _ = await daemon.open("b", "Hello", resume=False)
-        await asked.wait()
-        await stream.aclose()
-        await daemon.until_free("b")
-        server.on_probe = None
+        await hang_up_in(server, daemon, "save", "b", resume=False)
         await say(server, daemon, "a", cached=14)
         server.slots = shown(28)
         await say(server, daemon, "b")
@@ -671,41 +676,12 @@ async def test_a_session_is_not_forgotten_when_the_one_that_came_after_it_hangs_
     async with serving(tmp_path) as (server, kv, daemon):
         server.slots = shown(14)
         await say(server, daemon, "a", resume=False)
-        asked = trio.Event()
-
-        async def hang(path: str) -> None:
-            if "action" in path:
-                asked.set()
-                await trio.sleep_forever()
-
-        server.on_probe = hang
-        stream, _ = await daemon.open("b", "Hello", resume=False)
-        await asked.wait()
-        await stream.aclose()
-        await daemon.until_free("b")
-        server.on_probe = None
+        await hang_up_in(server, daemon, "save", "b", resume=False)
         await say(server, daemon, "c", resume=False)
         assert kv.asked == ["0?action=save"]
     saved = files(tmp_path).read(SessionId("a"))
     assert saved is not None
     assert saved.tokens == 14
-
-
-async def hang_up_in_restore(server: ScriptedServer, daemon: Daemon, session: str) -> None:
-    """A turn whose channel goes while its slot is restored."""
-    asked = trio.Event()
-
-    async def hang(path: str) -> None:
-        if "restore" in path:
-            asked.set()
-            await trio.sleep_forever()
-
-    server.on_probe = hang
-    stream, _ = await daemon.open(session, "Hello", resume=True)
-    await asked.wait()
-    await stream.aclose()
-    await daemon.until_free(session)
-    server.on_probe = None
 
 
 async def test_after_a_restore_that_was_cancelled_nobody_is_taken_to_be_in_the_slot(
@@ -717,7 +693,7 @@ async def test_after_a_restore_that_was_cancelled_nobody_is_taken_to_be_in_the_s
         server.slots = shown(14)
         for session in "ba":
             await say(server, daemon, session, resume=False)  # b is saved, a is there
-        await hang_up_in_restore(server, daemon, "b")
+        await hang_up_in(server, daemon, "restore", "b")
         assert kv.asked == ["0?action=save"] * 2
         await say(server, daemon, "a", cached=14)
         assert kv.asked[2:] == ["0?action=restore"]
@@ -727,7 +703,7 @@ async def test_after_a_restore_that_was_cancelled_nobody_is_taken_to_be_in_the_s
     async with serving(tmp_path) as (server, kv, daemon):  # by its log a is there
         server.slots = shown(28)
         kv.tokens = 28
-        await hang_up_in_restore(server, daemon, "b")
+        await hang_up_in(server, daemon, "restore", "b")
         await say(server, daemon, "a", cached=28)
         assert kv.asked == ["0?action=restore"]
 
