@@ -117,3 +117,13 @@ def test_a_prompt_is_what_was_cached_and_what_was_read(
     cached: int | None, read: int | None, prompt: int | None
 ) -> None:
     assert TokenFigures(cache_n=cached, prompt_n=read, predicted_n=None).prompt_tokens == prompt
+
+
+@pytest.mark.parametrize(
+    ("cached", "read", "generated", "used"),
+    [(4, 10, 3, 17), (0, 0, 0, 0), (None, 10, 3, None), (4, None, 3, None), (4, 10, None, None)],
+)
+def test_what_is_used_of_the_context_is_prompt_and_reply(
+    cached: int | None, read: int | None, generated: int | None, used: int | None
+) -> None:
+    assert figures(cached, read, generated).used == used

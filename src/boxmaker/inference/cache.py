@@ -23,7 +23,17 @@ class TokenFigures:
     @property
     def prompt_tokens(self) -> int | None:
         """The whole prompt; None when a figure is missing."""
-        return None if self.cache_n is None or self.prompt_n is None else self.cache_n + self.prompt_n
+        return _sum(self.cache_n, self.prompt_n)
+
+    @property
+    def used(self) -> int | None:
+        """Prompt and reply: what there is of the context's tokens; None when a figure is missing."""
+        return _sum(self.cache_n, self.prompt_n, self.predicted_n)
+
+
+def _sum(*figures: int | None) -> int | None:
+    known = [figure for figure in figures if figure is not None]
+    return sum(known) if len(known) == len(figures) else None
 
 
 @frozen
@@ -52,12 +62,9 @@ def expected_tokens(previous: TokenFigures) -> int | None:
 
     After a completion the slot holds all its tokens but the last one sampled: `cache_n + prompt_n + predicted_n - 1`.
     """
-    figures = (previous.cache_n, previous.prompt_n, previous.predicted_n)
-    if None in figures:
-        return None
-    expected = sum(n for n in figures if n is not None) - 1
+    used = previous.used
     # of figures that an older log holds: a record could not hold their sum
-    return expected if expected <= MAX_INTEGER else None
+    return used - 1 if used is not None and used - 1 <= MAX_INTEGER else None
 
 
 def cache_outcome(previous: TokenFigures, current: TokenFigures) -> CacheOutcome:

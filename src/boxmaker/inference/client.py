@@ -203,14 +203,10 @@ class Client:
         Cancellation: safe at any point; the connection is closed, which frees the server's slot.
         """
         attempt = _Try(self._http, self._config, request, emit)
-        refused = False
         try:
             return await attempt.run()
-        except InferenceError as exc:
-            refused = attempt.refused(exc)
-            raise
         finally:
-            if not refused and not attempt.unsent:
+            if attempt.taken:
                 self.record.used(request.slot, request.session, streamed=attempt.streams)
 
     async def chat_with_retry(
@@ -381,6 +377,8 @@ class _Try:
         self._phase: Literal["connect", "prefill", "stall", "finished"] = "connect"
         self._processed = -1
         self._events_came = False
+        self.taken = False
+        """The server may have begun to work on the request: it was sent, and not refused before that."""
         self.streams = False
         """The server has begun to answer with a stream, so the slot is its."""
 
@@ -394,7 +392,9 @@ class _Try:
                 ) as response:
                     headers_seen = True
                     if response.status_code != 200:
-                        raise await self._refusal(response)
+                        error = await self._refusal(response)
+                        self.taken = _may_be_of_work(error)
+                        raise error
                     self.streams = True
                     await self._stream(response)
             except InferenceError:
@@ -407,21 +407,6 @@ class _Try:
             raise self._timed_out()
         return self._assembler.completion()
 
-    def refused(self, error: InferenceError) -> bool:
-        """Has the server not begun to work on the request, by how the try has failed?
-
-        It has for a prompt that does not fit: that is found out with the slot in hand, which may have been given
-        another state of the server's for it.
-        """
-        if self.streams or error.kind != "http" or error.status is None or is_context_full(error):
-            return False
-        return error.status < 500 or error.status == 503  # with another status it may have failed at the work
-
-    @property
-    def unsent(self) -> bool:
-        """Does no connection stand yet?"""
-        return self._phase == "connect"
-
     def _wait(self, phase: Literal["prefill", "stall", "finished"], seconds: float) -> None:
         """Give the server that long from now, to the millisecond: setting a deadline costs as much as a token."""
         deadline = trio.current_time() + seconds
@@ -432,6 +417,7 @@ class _Try:
     async def _connected(self, name: str, _: Any) -> None:
         """httpcore's trace: once the connection stands, the wait is for the first delta."""
         if name in ("connection.connect_tcp.complete", "connection.connect_unix_socket.complete"):
+            self.taken = True
             self._wait("prefill", self._timeouts.prefill_s)
 
     async def _stream(self, response: httpx.Response) -> None:
@@ -598,6 +584,16 @@ async def _leave(chunks: AsyncIterator[bytes]) -> None:
         scope.cancel()
         async for _ in chunks:
             pass
+
+
+def _may_be_of_work(error: InferenceError) -> bool:
+    """Does a refusal come from a server that may have begun to work on the request?
+
+    That a prompt does not fit is found out with the slot in hand, which may have been given another state of the
+    server's for it.
+    """
+    status = error.status
+    return status is None or (status >= 500 and status != 503) or is_context_full(error)
 
 
 def _transport_error(kind: Literal["connect", "broken"], exc: httpx.HTTPError) -> InferenceError:

@@ -126,7 +126,12 @@ def template_digest(props: Any) -> str | None:
     template = props.get("chat_template") if isinstance(props, dict) else None
     if not isinstance(template, str) or not template:
         return None
-    return hashlib.sha256(template.encode("utf-8", "surrogatepass")).hexdigest()[:12]
+    return short_digest(template)
+
+
+def short_digest(text: str) -> str:
+    """A text, to compare and to show: the first digits of its SHA-256."""
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:12]
 
 
 def _limit(value: object) -> int | None:

@@ -18,10 +18,9 @@ Source: issue 8, item 6; `/slots/{id}?action=…` as measured (`../shared/llama-
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from attrs import define, evolve
 from boxmaker.config import MIB, Config
 from boxmaker.errors import InferenceError, StorageError
 from boxmaker.inference.client import Answer, Client
-from boxmaker.inference.facts import limits_of, template_digest
+from boxmaker.inference.facts import limits_of, short_digest, template_digest
 from boxmaker.log import log_event, log_exception
 from boxmaker.proto.codec import dumps
 from boxmaker.proto.ids import SessionId
@@ -70,16 +69,16 @@ class SlotSaver:
         config: Config,
         disk: Disk,
         directory: Path,
-        presumed: Mapping[int, SessionId] | None = None,
+        in_use: Sequence[tuple[SessionId, int]],
     ) -> None:
-        """`presumed`: who was in each slot last, by what our logs say of the time before."""
+        """`in_use`: sessions of before with the slots they began on, the last used last."""
         self._client = client
         self._save_s = config.slots.save_s
         self._most_bytes = config.slots.save_mib * MIB
         self._disk = disk
         self._files = SavedFiles(directory, config.paths.home)
         self._occupants: dict[int, _Occupant] = {}
-        self._presumed = dict(presumed or {})
+        self._presumed = last_in_slots(config.slots.listed, in_use)
         self._useless: set[ServerIdentity] = set()
         self._did_little: set[ServerIdentity] = set()
         """Those whose last restore brought back less than half of what it should have."""
@@ -225,9 +224,26 @@ class SlotSaver:
                 return
             began = trio.current_time()
             saved = SavedSlot(session=session, server=server, prompt=mark, tokens=0, sure=0, bytes=0)
-            there = occupant.left if occupant.left is not None else self._held(slot)
+            saved = await self._write(slot, occupant, saved)
+            took = round(1000 * (trio.current_time() - began))
+            log_event("slot_saved", slot=slot, session=session, tokens=saved.tokens, bytes=saved.bytes, ms=took)
+            for gone in await self._disk.run(lambda: self._files.keep_within(self._most_bytes, keep)):
+                log_event("saved_slot_removed", session=gone, reason="save_mib")
+        except (InferenceError, OSError, _Refused) as exc:
+            self._fail("slot_not_saved", exc, slot=slot, session=session)
+        except Exception:  # a boundary as the cause finder's: a fault of ours here is no turn's
+            log_exception("slot_not_saved", slot=slot, session=session)
+
+    async def _write(self, slot: int, occupant: _Occupant, saved: SavedSlot) -> SavedSlot:
+        """Have the server write a slot's file, and put it in place; the record with what there is now.
+
+        Raises:
+            InferenceError, OSError, _Refused: what was saved before is there still.
+        """
+        session, name = saved.session, self._files.saving_name(saved.session)
+        there = occupant.left if occupant.left is not None else self._held(slot)
+        try:
             await self._disk.run(lambda: self._files.begin(saved))
-            name = self._files.saving_name(session)
             answer = await self._act(slot, "save", name)
             tokens, size = answer.value.get("n_saved"), await self._disk.run(lambda: self._files.size(name))
             if size is None or size != answer.value.get("n_written"):
@@ -239,18 +255,18 @@ class SlotSaver:
             saved = evolve(saved, tokens=tokens, sure=sure, bytes=size)
             await self._disk.run(lambda: self._files.complete(saved))
             occupant.saved = True
-            took = round(1000 * (trio.current_time() - began))
-            log_event("slot_saved", slot=slot, session=session, tokens=tokens, bytes=size, ms=took)
-            for gone in await self._disk.run(lambda: self._files.keep_within(self._most_bytes, keep)):
-                log_event("saved_slot_removed", session=gone, reason="save_mib")
-        except (InferenceError, OSError, _Refused) as exc:
-            self._fail("slot_not_saved", exc, slot=slot, session=session)
-        except Exception:  # a boundary as the cause finder's: a fault of ours here is no turn's
-            log_exception("slot_not_saved", slot=slot, session=session)
         finally:
             if not occupant.saved:
-                with trio.CancelScope(shield=True):  # a disk's moment; else the room is lost until the next start
-                    await self._clear(lambda: self._files.give_up(session), session)
+                await self._give_up(session)
+        return saved
+
+    async def _give_up(self, session: SessionId) -> None:
+        """Remove what a save that failed has left. Cancellation: not; else its room is lost until the next start."""
+        with trio.CancelScope(shield=True):
+            try:
+                await self._disk.run(lambda: self._files.give_up(session))
+            except OSError as exc:
+                self._fail("slots_not_swept", exc, session=session)
 
     async def _restore(self, slot: int, occupant: _Occupant, left: int | None, *, in_slot: bool) -> bool:
         """Restore a session's slot for its request if that is of use; True when the server was asked to.
@@ -258,12 +274,12 @@ class SlotSaver:
         The session's last completion left `left` tokens. `in_slot`: it was in the slot last, as far as is known.
         """
         session = occupant.session
-        asked = bad_file = False
+        asked = False
         try:
             saved = await self._disk.run(lambda: self._files.read(session))
-            if saved is None or (in_slot and _is_there(saved.tokens, self._held(slot), left)):
+            if saved is None or self._is_better_left(slot, saved.tokens, left):
                 return False
-            if self._is_better_left(slot, saved.tokens, left):
+            if in_slot and _is_there(saved.tokens, self._held(slot), left):
                 return False
             server = await self._server()
             if server != saved.server or server in self._useless:
@@ -277,24 +293,16 @@ class SlotSaver:
             answer = await self._act(slot, "restore", self._files.kv_name(session))
             self._client.record.restored(slot, session)
             if answer.value.get("n_restored") != saved.tokens:
-                bad_file = True
+                await self._disk.run(lambda: self._files.remove(session))
                 raise _Refused(f"{answer.value.get('n_restored')} tokens of {saved.tokens} came back")
             occupant.restored = saved
             log_event("slot_restored", slot=slot, session=session, tokens=saved.tokens)
             await self._disk.run(lambda: self._files.touch(session))
         except (InferenceError, OSError, _Refused) as exc:
             self._fail("slot_not_restored", exc, slot=slot, session=session)
-            if bad_file:
-                await self._clear(lambda: self._files.remove(session), session)
         except Exception:  # as in `_save`
             log_exception("slot_not_restored", slot=slot, session=session)
         return asked
-
-    async def _clear(self, work: Callable[[], None], session: SessionId) -> None:
-        try:
-            await self._disk.run(work)
-        except OSError as exc:
-            self._fail("slots_not_swept", exc, session=session)
 
     async def _act(self, slot: int, action: str, name: str) -> Answer:
         """Have the server save or restore.
@@ -359,7 +367,7 @@ def server_identity(props: Any, models: Any, lora: Any) -> ServerIdentity | None
         n_ctx=n_ctx,
         template=template_digest(props),
         build=build if type(build) is str else None,
-        lora=hashlib.sha256(dumps(lora).encode("utf-8")).hexdigest()[:12] if lora else None,
+        lora=short_digest(dumps(lora)) if lora else None,
     )
 
 

@@ -30,7 +30,7 @@ from boxmaker.log import log_event
 from boxmaker.loopd.causes import CauseFinder
 from boxmaker.loopd.home import bound_socket, inherited_socket, lock_home, notify_systemd, prepare_home
 from boxmaker.loopd.pins import Pins
-from boxmaker.loopd.saving import SlotSaver, last_in_slots
+from boxmaker.loopd.saving import SlotSaver
 from boxmaker.loopd.selftest import Report, run_selftest
 from boxmaker.loopd.turns import TurnService
 from boxmaker.proto.time import Timestamp, timestamp
@@ -90,8 +90,7 @@ async def serve(config: Config, *, until_eof: bool = False, disk: Disk | None = 
             known = len(config.slots.listed) > 1 or config.slots.save_dir is not None
             in_use = slots_in_use(store.directory) if known else []
             if config.slots.save_dir is not None:
-                presumed = last_in_slots(config.slots.listed, in_use)
-                saver = SlotSaver(client, config, store.disk, config.slots.save_dir, presumed)
+                saver = SlotSaver(client, config, store.disk, config.slots.save_dir, in_use)
                 await saver.sweep(store.directory)
             rt = Runtime(
                 config=config,

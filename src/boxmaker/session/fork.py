@@ -16,7 +16,7 @@ from boxmaker.errors import BadRequest, SessionDamaged, ValueRefused
 from boxmaker.proto.ids import SessionId
 from boxmaker.proto.records import Assistant, CacheLoss, SessionStart, Usage, decode_line, encode_line
 from boxmaker.proto.time import Timestamp
-from boxmaker.session.replay import LogState, OutOfOrder
+from boxmaker.session.replay import LogState, OutOfOrder, figures_of
 
 
 @frozen(kw_only=True)
@@ -80,8 +80,8 @@ def last_answer_within(lines: Iterable[bytes], tokens: float) -> int | None:
             if answered:
                 fits.append(True)
         elif isinstance(record, Usage) and answered:
-            figures = (record.cache_n, record.prompt_n, record.predicted_n)
-            fits[-1] = None in figures or sum(n for n in figures if n is not None) < tokens
+            used = figures_of(record).used
+            fits[-1] = used is None or used < tokens
     return max((number for number, one in enumerate(fits, start=1) if one), default=None)
 
 

@@ -85,7 +85,7 @@ class LogState:
         usage = self._last_usage
         if usage is None:
             return TokenFigures(cache_n=None, prompt_n=None, predicted_n=None)
-        return TokenFigures(cache_n=usage.cache_n, prompt_n=usage.prompt_n, predicted_n=usage.predicted_n)
+        return figures_of(usage)
 
     def _no_open_calls(self, what: str) -> None:
         if self.open_calls:
@@ -98,6 +98,11 @@ class LogState:
                 self.next_call = max(self.next_call, record.call + 1)
                 return
         raise OutOfOrder(f"tool_result for {record.tool_call_id!r}, which no open call has")
+
+
+def figures_of(usage: Usage) -> TokenFigures:
+    """What the server said of a completion."""
+    return TokenFigures(cache_n=usage.cache_n, prompt_n=usage.prompt_n, predicted_n=usage.predicted_n)
 
 
 def message_of(record: LogRecord) -> ChatMessage | None:

@@ -45,7 +45,10 @@ class SavedFiles:
         return f"{self.stem(session)}.saving"
 
     def _record(self, session: SessionId) -> Path:
-        return self.directory / f"{self.stem(session)}.json"
+        return self._file(session, "json")
+
+    def _file(self, session: SessionId, suffix: str) -> Path:
+        return self.directory / f"{self.stem(session)}.{suffix}"
 
     def size(self, name: str) -> int | None:
         """How many bytes a file of the server's has; None when it is not there."""
@@ -67,7 +70,7 @@ class SavedFiles:
         older = self.read(saved.session)
         self._write(evolve(saved, tokens=0, bytes=0))
         try:
-            os.replace(self.directory / self.saving_name(saved.session), self.directory / self.kv_name(saved.session))
+            os.replace(self._file(saved.session, "saving"), self._file(saved.session, "kv"))
         except OSError:
             if older is not None:
                 self._write(older)
@@ -77,7 +80,7 @@ class SavedFiles:
     def give_up(self, session: SessionId) -> None:
         """The server has not saved: what it may have written goes, what was saved before stays."""
         for suffix in ("saving", "new"):
-            (self.directory / f"{self.stem(session)}.{suffix}").unlink(missing_ok=True)
+            self._file(session, suffix).unlink(missing_ok=True)
         if self.read(session) is None:
             self.remove(session)
 
@@ -107,7 +110,7 @@ class SavedFiles:
     def remove(self, session: SessionId) -> None:
         """Remove what a session has here; the record goes last, so that nothing is left without one."""
         for suffix in ("kv", "saving", "new", "json"):
-            (self.directory / f"{self.stem(session)}.{suffix}").unlink(missing_ok=True)
+            self._file(session, suffix).unlink(missing_ok=True)
 
     def sweep(self, sessions: Collection[SessionId]) -> int:
         """Remove what no session of this home, of which there are `sessions`, has any use for; of how many that was."""

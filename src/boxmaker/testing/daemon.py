@@ -22,7 +22,7 @@ from boxmaker.inference.request import fixed_fields
 from boxmaker.loopd.causes import CauseFinder
 from boxmaker.loopd.home import prepare_home
 from boxmaker.loopd.pins import Pins
-from boxmaker.loopd.saving import SlotSaver, last_in_slots
+from boxmaker.loopd.saving import SlotSaver
 from boxmaker.loopd.turns import TurnService
 from boxmaker.proto.channel import Turn, TurnDone, WireError
 from boxmaker.proto.frames import Answer, encode_request
@@ -161,10 +161,7 @@ async def running_daemon(
         )
         save_dir = config.slots.save_dir
         in_use = slots_in_use(store.directory)
-        saver = None
-        if save_dir is not None:
-            presumed = last_in_slots(config.slots.listed, in_use)
-            saver = SlotSaver(client, config, store.disk, save_dir, presumed)
+        saver = SlotSaver(client, config, store.disk, save_dir, in_use) if save_dir is not None else None
         rt = Runtime(
             config=config,
             client=client,

@@ -236,7 +236,7 @@ class _Turn:
                 restored=restored,
             )
         )
-        events += self._context(figures, evidence.seen)
+        events += self._context(current.used, evidence.seen)
         if events:
             await self._emit(events)
         return completion
@@ -261,12 +261,10 @@ class _Turn:
         self._control.phase = "model"
         self._control.used_slot = self._slot
 
-    def _context(self, figures: Figures, seen: SlotSeen | None) -> list[TurnEvent]:
+    def _context(self, used: int | None, seen: SlotSeen | None) -> list[TurnEvent]:
         """Say once a turn that the slot is nearly full; by the server's own figures, or not at all."""
         n_ctx = self._n_ctx(seen)
-        counts = (figures.cache_n, figures.prompt_n, figures.predicted_n)
-        used = sum(n for n in counts if n is not None)
-        if self._told_context or n_ctx is None or None in counts or used < self._rt.config.session.warn_at * n_ctx:
+        if self._told_context or n_ctx is None or used is None or used < self._rt.config.session.warn_at * n_ctx:
             return []
         self._told_context = True
         return [channel.Context(used=used, n_ctx=n_ctx)]

@@ -56,8 +56,7 @@ class Spent:
     """One completion that is in the log as its number `completion`, and what was seen around it.
 
     Figures are tokens, None when the server sent none; `prompt_before` is what the completion before it was asked with.
-    `body` is its request, kept for a loss alone. `restored` tokens
-    were brought back from the disk before it, if any.
+    `body` is its request, kept for a loss alone. `restored` tokens were brought back from the disk before it, if any.
     """
 
     time: Timestamp
